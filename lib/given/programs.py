@@ -9,7 +9,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 GUARD = Path(__file__).with_name("guard.py")
 FILE_BYTES = 16 * 2**20
@@ -50,43 +50,43 @@ def run_program(program: str, stdin: str = "", timeout_s: float = 5.0, memory_by
 
 
 def run_behind(
-    prefix: Sequence[str], program: str, stdin: str = "", timeout_s: float = 5.0, memory_bytes: int = 256 * 2**20
+    prefix: Sequence[str],
+    program: str,
+    stdin: str | IO[bytes] = "",
+    timeout_s: float = 5.0,
+    memory_bytes: int = 256 * 2**20,
+    stdout: IO[bytes] | None = None,
 ) -> Outcome:
     """`run_program` behind a command that starts other commands, such as one that makes namespaces.
 
     Args:
         prefix: The command and its options.
-        program, stdin, timeout_s, memory_bytes: As in `run_program`.
+        program, timeout_s, memory_bytes: As in `run_program`.
+        stdin: As in `run_program`; or a file, such as the end of a pipe, which is closed here once the program has it.
+        stdout: A file that the program writes to, closed here like the other; the outcome's ``stdout`` is then empty.
     """
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name, contextlib.ExitStack() as files:
         folder = Path(name).resolve()
         work = folder / "work"
         work.mkdir()
         (folder / "program.py").write_text(program, encoding="utf-8", errors="replace")
-        (folder / "stdin").write_text(stdin, encoding="utf-8", errors="replace", newline="")
+        if isinstance(stdin, str):
+            (folder / "stdin").write_text(stdin, encoding="utf-8", errors="replace", newline="")
+            stdin = (folder / "stdin").open("rb")
         out, err, mark = (files.enter_context((folder / n).open("w+b")) for n in ("stdout", "stderr", "mark"))
         limits = [memory_bytes, math.ceil(timeout_s) + 1, FILE_BYTES, mark.fileno()]
-        command = [
-            *prefix,
-            sys.executable,
-            "-I",
-            "-B",
-            "-X",
-            "utf8",
-            str(GUARD),
-            str(folder / "program.py"),
-            *map(str, limits),
-        ]
-        process = subprocess.Popen(
-            command,
-            stdin=files.enter_context((folder / "stdin").open("rb")),
-            stdout=out,
-            stderr=err,
-            cwd=work,
-            env={"PATH": os.environ.get("PATH", os.defpath)},
-            start_new_session=True,
-            pass_fds=[mark.fileno()],
-        )
+        python = [sys.executable, "-I", "-B", "-X", "utf8", str(GUARD)]
+        with stdin, stdout or out as written:
+            process = subprocess.Popen(
+                [*prefix, *python, str(folder / "program.py"), *map(str, limits)],
+                stdin=stdin,
+                stdout=written,
+                stderr=err,
+                cwd=work,
+                env={"PATH": os.environ.get("PATH", os.defpath)},
+                start_new_session=True,
+                pass_fds=[mark.fileno()],
+            )
         ended = _ends(process, timeout_s)
         texts = [(folder / n).read_bytes().decode("utf-8", "replace") for n in ("stdout", "stderr")]
         return Outcome(_status(process.returncode, ended, (folder / "mark").stat().st_size > 0), *texts)

@@ -2,29 +2,41 @@
 
 python -m lib.runs.evaluate --model tiny --tasks sums dates
 python -m lib.runs.evaluate --model runs/gpt2 --tasks my_tasks/ --shots 5 --out results.json --examples results.md
+python -m lib.runs.evaluate --model ~/models/Llama-2-7b-hf --tasks HumanEval.jsonl --samples 10 --temperature 0.8
 
-A task is a name (sums, sorting, copying, brackets, dates: made from a seed), a file of JSON lines with ``query``,
-``choices`` and ``gold``, or a folder of such files. The model takes the choice that it finds most likely after the
-question; nothing is generated.
+A task is a name (sums, sorting, copying, brackets, dates: made from a seed), a file, or a folder of files.
+What a file asks for is seen from the keys of its JSON lines, or from its name:
+
+  query, choices, gold        the model takes the choice that it finds most likely after the question
+  query (question), answer    the model writes, and what chapter 27 reads out of it must be the answer exactly
+  prompt, test, entry_point   the model writes a program; pass@k from --samples
+  a file .txt                 bits per byte; all .txt files of a folder are one task
+
+Programs that a model wrote run in namespaces of their own: no network, a root that is read-only, nothing but memory to
+write to. Where the system gives them none, they run only with --trust-programs.
 """
 
 import argparse
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lib.evaluation import choose_answer, core_score, encode_pair, few_shot_prompt, loglikelihood, wilson_interval
-from lib.runs.data.questions import TASKS, Question, load
-from lib.runs.flags import Parser, UsageError, whole
+from lib.runs.data.questions import TASKS, Question, kind_of, load
+from lib.runs.evaluating.answers import score_answers, score_programs
+from lib.runs.evaluating.choices import DEFAULTS, center, score_choices, score_texts
+from lib.runs.evaluating.choices import answer as answer
+from lib.runs.evaluating.choices import judge as judge
+from lib.runs.evaluating.programs import choose_prefix
+from lib.runs.flags import Parser, UsageError, positive, share, whole
 from lib.runs.memory import shortage
 from lib.runs.serve import DTYPES, filled
 from lib.runs.serving.models import Served
 from lib.runs.serving.models import load as load_model
 
-PART = 32  # questions between two signs of progress
 N_EXAMPLES = 10
 
 
@@ -39,101 +51,128 @@ def make_parser() -> Parser:
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="default: bf16 on a GPU, float32 on a CPU")
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), help=f"default: {' '.join(TASKS)}")
     parser.add_argument("--limit", type=whole(1), help="questions of each task; default: 200 made ones, all of a file")
-    parser.add_argument("--shots", type=whole(0), default=5, help="solved questions before each one")
-    parser.add_argument("--normalization", choices=("sum", "token", "byte"), default="byte")
-    parser.add_argument("--batch-size", type=whole(1), default=16)
-    parser.add_argument("--seed", type=whole(0), default=0, help="of questions that are made, and of the shots")
+    parser.add_argument("--shots", type=whole(0), help="solved questions before each one; default: 5")
+    parser.add_argument("--normalization", choices=("sum", "token", "byte"), help="default: byte")
+    parser.add_argument("--batch-size", type=whole(1), help="questions at once; default: 16")
+    parser.add_argument("--seed", type=whole(0), help="of made questions, shots and samples; default: 0")
     parser.add_argument("--out", type=Path, help="write the results here, as JSON")
     parser.add_argument(
         "--examples", type=Path, help=f"and {N_EXAMPLES} questions of each task with their answers here"
     )
+    writing = parser.add_argument_group("answers that the model writes")
+    writing.add_argument("--max-new-tokens", type=whole(1), default=256, help="of each answer at most")
+    writing.add_argument("--temperature", type=share, help="default: 0, and 0.8 for several samples of a program")
+    writing.add_argument("--samples", type=whole(1), default=1, help="programs for each prompt")
+    writing.add_argument("--timeout", type=positive, default=5.0, help="seconds of a program and its test")
+    writing.add_argument("--program-mb", type=positive, default=256.0, help="memory of each, in 2**20 bytes")
+    writing.add_argument(
+        "--trust-programs", action="store_true", help="run programs with your own rights if there are no namespaces"
+    )
+    parser.set_defaults(**DEFAULTS)
     return parser
 
 
-def answer(served: Served, questions: list[Question], options: Any, progress: Any) -> list[int]:
-    """The index of the choice that the model takes for each question.
+def check_places(options: Any) -> None:
+    """Find before the model is loaded that its results could not be written."""
+    for flag, path in (("--out", options.out), ("--examples", options.examples)):
+        if path and (path.is_dir() or not path.absolute().parent.is_dir()):
+            raise UsageError(f"{flag} {path}: expected a file in a folder that exists")
+
+
+def load_tasks(options: Any) -> dict[str, list[Question]]:
+    """The questions of all tasks, by the tasks' names.
 
     Raises:
-        UsageError: a question does not fit into the model, or there are too few for the shots.
+        UsageError: a task cannot be read, or two have the same name.
     """
-    picks: list[int] = []
-    config: Any = served.model.config
-    limit = config.context_len
-    for first in range(0, len(questions), PART):
-        asked = range(first, min(first + PART, len(questions)))
-        try:
-            prompts = [few_shot_prompt(questions, i, options.shots, seed=options.seed) for i in asked]
-            pairs = [encode_pair(served.tokenizer.encode, context, c) for context, choices in prompts for c in choices]
-            scores = iter(loglikelihood(served.model, pairs, limit, batch_size=options.batch_size))
-        except ValueError as error:
-            raise UsageError(f"questions {first} to {asked[-1]}: {error}") from None
-        lengths = iter([len(continuation) for _, continuation in pairs])
-        for i in asked:
-            choices = questions[i]["choices"]
-            likely = [next(scores)[0] for _ in choices]
-            n_tokens, n_bytes = [next(lengths) for _ in choices], [len(c.encode()) for c in choices]
-            picks.append(choose_answer(likely, options.normalization, n_tokens, n_bytes))
-        progress.update(len(asked))
-    return picks
-
-
-def judge(questions: list[Question], picks: list[int]) -> dict[str, Any]:
-    """How many are right, within what interval, and how many guessing would get."""
-    right = sum(pick == question["gold"] for pick, question in zip(picks, questions, strict=True))
-    low, high = wilson_interval(right, len(questions))
-    baseline = sum(1 / len(question["choices"]) for question in questions) / len(questions)
-    return {"questions": len(questions), "right": right, "accuracy": right / len(questions), "low": low, "high": high,
-            "baseline": baseline}  # fmt: skip
-
-
-def page(tasks: dict[str, list[Question]], picks: dict[str, list[int]], results: dict[str, Any]) -> str:
-    """The first questions of each task, with the choices and what the model took, as Markdown."""
-    lines = []
-    for name, questions in tasks.items():
-        lines += [f"# {name}: {results[name]['right']} of {len(questions)}", ""]
-        for question, pick in list(zip(questions, picks[name], strict=True))[:N_EXAMPLES]:
-            lines += ["```text", question["query"].replace("```", "` ` `"), "```", ""]
-            for i, choice in enumerate(question["choices"]):
-                notes = ["right"] * (i == question["gold"]) + ["taken"] * (i == pick)
-                lines.append(f"- `{choice}`" + (f" ({', '.join(notes)})" if notes else ""))
-            lines.append("")
-    return "\n".join(lines)
-
-
-def run(options: Any) -> dict[str, Any]:
-    """Load the model, ask all questions, print a table, and write what was asked for."""
-    from tqdm import tqdm
-
     tasks: dict[str, list[Question]] = {}
     for name in options.tasks:
         for task, questions in load(name, options.limit, options.seed).items():
             if task in tasks:
                 raise UsageError(f"--tasks {name}: there are two tasks called {task}")
             tasks[task] = questions
+    return tasks
+
+
+def load_served(options: Any) -> Served:
+    """The model on the device that the options name."""
     has_gpu = torch.cuda.is_available()
     if options.device == "cuda" and not has_gpu:
         raise UsageError("--device cuda: this machine has no GPU that PyTorch can use; expected cpu")
     device = torch.device("cuda" if has_gpu and options.device != "cpu" else "cpu")
     dtype = DTYPES[options.dtype or ("bf16" if device.type == "cuda" else "float32")]
-    served = load_model(options.model, None, options.tokenizer, dtype, device)
-    picks, results = {}, {}
+    return load_model(options.model, None, options.tokenizer, dtype, device)
+
+
+def score(served: Served, name: str, questions: list[Question], options: Any) -> tuple[dict[str, Any], list[str]]:
+    """The result of a task, and for each question what a page of examples shows of it."""
+    from tqdm import tqdm
+
+    from lib.runs.serving.batch import write
+
+    kind = kind_of(questions[0])
+    n_steps = len(questions) * (2 * options.samples if kind == "programs" else 1)
+    with tqdm(total=n_steps, desc=name, unit="question", leave=False) as progress:
+        if kind in ("choices", "texts"):
+            scorer: Any = score_choices if kind == "choices" else score_texts
+            return scorer(served, questions, options, progress)
+        n_samples = options.samples if kind == "programs" else 1
+        warmth = (0.8 if n_samples > 1 else 0.0) if options.temperature is None else options.temperature
+        chosen = argparse.Namespace(**vars(options) | {"temperature": warmth})
+        writes = partial(_write, write, served, chosen, progress)
+        return (score_programs if kind == "programs" else score_answers)(questions, chosen, progress, writes)
+
+
+def _write(write: Any, served: Served, options: Any, progress: Any, prompts: list[str], n: int, stops: Any) -> Any:
+    return write(served, prompts, n, stops, options, progress)
+
+
+def told(name: str, found: dict[str, Any]) -> str:
+    """A task's line of the table."""
+    if "bits_per_byte" in found:
+        return f"{name:16} {found['bits_per_byte']:6.3f} bits per byte of {found['bytes']:,}"
+    text = f"{name:16} {found['accuracy']:6.1%} right ({found['low']:.1%} to {found['high']:.1%}; "
+    text += f"guessing {found['baseline']:.1%}) of {found['questions']}"
+    passed = (f", {key} {value:.1%}" for key, value in found.items() if key.startswith("pass@"))
+    return text + "".join(passed)
+
+
+def page(tasks: dict[str, list[str]], results: dict[str, Any]) -> str:
+    """The first questions of each task, with what the model made of them, as Markdown."""
+    lines = []
+    for name, shown in tasks.items():
+        found = results[name]
+        if "bits_per_byte" in found:
+            head = f"{found['bits_per_byte']:.3f} bits per byte"
+        else:
+            head = f"{found['right']} of {found['questions'] * found.get('samples', 1)}"
+        lines += [f"# {name}: {head}", ""]
+        for text in shown[:N_EXAMPLES]:
+            lines += [text, ""]
+    return "\n".join(lines)
+
+
+def run(options: Any) -> dict[str, Any]:
+    """Load the model, ask all questions, print a table, and write what was asked for."""
+    check_places(options)
+    tasks = load_tasks(options)
+    if any(kind_of(questions[0]) == "programs" for questions in tasks.values()):
+        choose_prefix(options.trust_programs)  # before the model is loaded
+    served = load_served(options)
+    shown: dict[str, list[str]] = {}
+    results: dict[str, dict[str, Any]] = {}
     for name, questions in tasks.items():
-        with tqdm(total=len(questions), desc=name, unit="question", leave=False) as progress:
-            picks[name] = answer(served, questions, options, progress)
-        results[name] = found = judge(questions, picks[name])
-        print(f"{name:16} {found['accuracy']:6.1%} right ({found['low']:.1%} to {found['high']:.1%}; "
-              f"guessing {found['baseline']:.1%}) of {found['questions']}", flush=True)  # fmt: skip
-    score, centered = core_score({n: r["accuracy"] for n, r in results.items()},
-                                 {n: r["baseline"] for n, r in results.items()})  # fmt: skip
-    print(f"{'core score':16} {score:6.3f} (0: guessing, 1: all right)")
-    for name, value in centered.items():
-        results[name]["centered"] = value
+        results[name], shown[name] = score(served, name, questions, options)
+        print(told(name, results[name]), flush=True)
+    core = center(results)
+    if core is not None:
+        print(f"{'core score':16} {core:6.3f} (0: guessing, 1: all right)")
     settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()}
-    whole_result = {"settings": settings, "model": served.name, "tasks": results, "core_score": score}
+    whole_result = {"settings": settings, "model": served.name, "tasks": results, "core_score": core}
     if options.out:
         options.out.write_text(json.dumps(whole_result, indent=2) + "\n", encoding="utf-8")
     if options.examples:
-        options.examples.write_text(page(tasks, picks, results), encoding="utf-8")
+        options.examples.write_text(page(shown, results), encoding="utf-8")
     return whole_result
 
 

@@ -4,10 +4,12 @@ import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
 
+from lib.given.models.serving import cache_sizes
 from lib.runs.flags import UsageError
 
 CGROUPS = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
@@ -48,6 +50,12 @@ def shown(n_bytes: float) -> str:
         if n_bytes >= size:
             return f"{n_bytes / size:,.1f} {unit}"
     return f"{n_bytes:,.0f} bytes"
+
+
+def block_bytes(config: Any, block_size: int, dtype: torch.dtype) -> int:
+    """Bytes of a block of a paged cache: keys and values of all layers."""
+    n_layers, n_kv_heads, head_dim = cache_sizes(config)
+    return 2 * n_layers * n_kv_heads * head_dim * block_size * dtype.itemsize
 
 
 def check_need(n_bytes: int, device: torch.device, what: str, flags: Iterable[str]) -> None:

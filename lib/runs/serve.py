@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from lib.runs.flags import Parser, UsageError, positive, whole
-from lib.runs.memory import check_need, shortage
+from lib.runs.memory import block_bytes, check_need, shortage
 
 NEEDED = ("fastapi", "uvicorn", "prometheus_client", "tokenizers", "jinja2")
 KEY_VARIABLE = "SERVE_API_KEY"
@@ -118,14 +118,6 @@ def open_socket(host: str, port: int) -> socket.socket:
 
 def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
-
-
-def block_bytes(config: Any, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of a block of the cache: keys and values of all layers."""
-    from lib.given.models.serving import cache_sizes
-
-    n_layers, n_kv_heads, head_dim = cache_sizes(config)
-    return 2 * n_layers * n_kv_heads * head_dim * block_size * dtype.itemsize
 
 
 def count_blocks(config: Any, block_size: int, dtype: torch.dtype, device: torch.device) -> int:

@@ -1,6 +1,11 @@
-"""Questions with a right answer among choices: tasks that a seed makes, and files of them.
+"""What a model is asked: tasks that a seed makes, and files of them.
 
-A question is a dict with ``query``, ``choices`` and ``gold``, the index of the right choice, as in CORE's task files.
+A question is a dict. Its keys say of which kind it is, and all of a task are of one kind:
+
+- choices: ``query``, ``choices`` and ``gold``, the index of the right choice, as in CORE's task files;
+- answers: ``query`` and ``answer``, as GSM8K has it (which says ``question``, and puts ``####`` before the number);
+- programs: ``prompt``, ``test`` and ``entry_point``, as in HumanEval;
+- texts: ``text``, a document to be predicted.
 """
 
 import json
@@ -14,6 +19,12 @@ from typing import Any
 from lib.runs.flags import UsageError
 
 Question = dict[str, Any]
+KEYS = {
+    "choices": ("query", "choices", "gold"),
+    "answers": ("query", "answer"),
+    "programs": ("prompt", "test", "entry_point"),
+}
+"""Keys of a line of each kind; texts have files of their own."""
 
 
 def _question(draw: random.Random, query: str, right: str, wrong: list[str]) -> Question:
@@ -116,49 +127,92 @@ def generated(name: str, n: int, seed: int) -> list[Question]:
     return list(islice(fresh(), n))
 
 
+def kind_of(question: Question) -> str:
+    """The kind whose keys a question has."""
+    return next((kind for kind, keys in KEYS.items() if set(keys) <= question.keys()), "texts")
+
+
 def read(path: Path) -> list[Question]:
-    """The questions of a file: one object a line, with ``query``, ``choices`` and ``gold``; other keys are ignored.
+    """The questions of a file of JSON lines; keys that their kind does not have are ignored.
 
     Raises:
         UsageError: the file cannot be read, or a line is no question; the message names the line.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeError) as error:
-        raise UsageError(f"--tasks {path} cannot be read: {error}") from None
-    found = []
-    for number, line in enumerate(lines, start=1):
+    found: list[Question] = []
+    for number, line in enumerate(_text(path).splitlines(), start=1):
         if not line.strip():
             continue
-        if problem := _problem(line):
-            raise UsageError(f"--tasks {path}: line {number}: {problem}")
-        found.append(json.loads(line))
+        try:
+            found.append(_question_of(line))
+            if kind_of(found[-1]) != kind_of(found[0]):
+                raise ValueError(f"a question of {kind_of(found[-1])}, and those before it are of {kind_of(found[0])}")
+        except ValueError as error:
+            raise UsageError(f"--tasks {path}: line {number}: {error}") from None
     if not found:
         raise UsageError(f"--tasks {path} has no questions: expected one object a line")
     return found
 
 
-def _problem(line: str) -> str:
-    """What keeps a line from being a question; empty if nothing does."""
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        raise UsageError(f"--tasks {path} cannot be read: {error}") from None
+
+
+def _question_of(line: str) -> Question:
+    """The question of a line.
+
+    Raises:
+        ValueError: it is none; the message says why.
+    """
     try:
         row = json.loads(line)
     except ValueError as error:
-        return f"no JSON ({error})"
+        raise ValueError(f"no JSON ({error})") from None
     if not isinstance(row, dict):
-        return f"a {type(row).__name__}, expected an object"
-    query, choices, gold = (row.get(name) for name in ("query", "choices", "gold"))
-    if not isinstance(query, str) or not query.strip():
-        return "query: expected a text that is not empty"
+        raise ValueError(f"a {type(row).__name__}, expected an object")
+    if "question" in row:
+        row = {"query": row["question"]} | row
+    kind = next((kind for kind, keys in KEYS.items() if keys[-1] in row), None)
+    if kind is None:
+        wanted = "; or ".join(f"{', '.join(keys)}" for keys in KEYS.values())
+        raise ValueError(f"the keys {', '.join(row)[:80] or '(none)'}: expected {wanted}")
+    if kind == "choices":
+        _check_choices(row)
+    for key in KEYS[kind]:
+        if key not in ("choices", "gold") and not (isinstance(row.get(key), str) and row[key].strip()):
+            raise ValueError(f"{key}: expected a text that is not empty")
+    if kind == "programs" and not row["entry_point"].isidentifier():
+        raise ValueError(f"entry_point: {row['entry_point'][:40]!r}, expected the name of a function")
+    return row
+
+
+def _check_choices(row: Question) -> None:
+    choices, gold = row.get("choices"), row["gold"]
     texts = choices if isinstance(choices, list) else []
     if len(texts) < 2 or not all(isinstance(text, str) and text for text in texts):
-        return "choices: expected a list of at least two texts that are not empty"
+        raise ValueError("choices: expected a list of at least two texts that are not empty")
     if type(gold) is not int or not 0 <= gold < len(texts):
-        return f"gold: {str(gold)[:40]}, expected the index of one of {len(texts)} choices"
-    return ""
+        raise ValueError(f"gold: {str(gold)[:40]}, expected the index of one of {len(texts)} choices")
+
+
+def read_texts(paths: list[Path]) -> list[Question]:
+    """A document of each file that is not empty.
+
+    Raises:
+        UsageError: there is none, or a file cannot be read.
+    """
+    found = [{"text": text, "name": path.name} for path in paths if (text := _text(path))]
+    if not found:
+        raise UsageError(f"--tasks {paths[0]} is empty: expected text")
+    return found
 
 
 def load(name: str, n: int | None, seed: int) -> dict[str, list[Question]]:
-    """The questions of a task's name, of a file, or of every ``.jsonl`` file of a folder, by the task's name.
+    """The questions of a task's name, of a file, or of a folder, by the task's name.
+
+    In a folder every ``.jsonl`` file is a task, and all ``.txt`` files together are one of the folder's name.
 
     Args:
         name: What ``--tasks`` was given.
@@ -172,10 +226,11 @@ def load(name: str, n: int | None, seed: int) -> dict[str, list[Question]]:
     if name in TASKS:
         return {name: generated(name, n or 200, seed)}
     if path.is_dir():
-        files = sorted(path.glob("*.jsonl"))
-        if not files:
-            raise UsageError(f"--tasks {name}: no file .jsonl in this folder")
-        return {file.stem: read(file)[:n] for file in files}
+        files, texts = sorted(path.glob("*.jsonl")), sorted(path.glob("*.txt"))
+        if not files and not texts:
+            raise UsageError(f"--tasks {name}: no file .jsonl or .txt in this folder")
+        found = {file.stem: read(file)[:n] for file in files}
+        return found | ({path.resolve().name: read_texts(texts)[:n]} if texts else {})
     if path.is_file():
-        return {path.stem: read(path)[:n]}
-    raise UsageError(f"--tasks {name}: expected {', '.join(TASKS)}, a file of questions, or a folder of such files")
+        return {path.stem: (read_texts([path]) if path.suffix == ".txt" else read(path))[:n]}
+    raise UsageError(f"--tasks {name}: expected {', '.join(TASKS)}, a file .jsonl or .txt, or a folder of such files")

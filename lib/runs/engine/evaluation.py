@@ -1,19 +1,27 @@
-"""A look at the model while it trains: its scores on the held-out part of the data, and text that it writes."""
+"""A look at the model while it trains: its scores on the held-out part of the data, its answers to questions,
+and text that it writes.
+"""
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lib.evaluation import encode_pair, few_shot_prompt
+from lib.runs.data.questions import Question, kind_of, load
 from lib.runs.engine import state as checkpoints
 from lib.runs.engine.options import Options
 from lib.runs.engine.tasks import Task
+from lib.runs.evaluating.choices import DEFAULTS, center, score_choices, score_texts
 from lib.runs.flags import UsageError
 
 TEMPERATURE = 0.8
 """Temperature of samples, as in chapter 6."""
+SHOWN = ("accuracy", "low", "high", "bits_per_byte")
+"""What a log has of a task's result."""
 
 
 def is_due(every: int | None, done: int, options: Options) -> bool:
@@ -65,12 +73,92 @@ def evaluate(run: Any) -> dict[str, float]:
     return found
 
 
+def load_questions(task: Task) -> dict[str, list[Question]]:
+    """The questions of ``--eval-tasks``, by the tasks' names.
+
+    Raises:
+        UsageError: a task cannot be read, its answers would have to be written, or a question does not fit.
+    """
+    found: dict[str, list[Question]] = {}
+    for name in task.options.eval_tasks or ():
+        try:
+            found |= load(name, None, DEFAULTS["seed"])
+        except UsageError as error:
+            raise UsageError(str(error).replace("--tasks", "--eval-tasks")) from None
+    for name, questions in found.items():
+        kind = kind_of(questions[0])
+        if kind in ("answers", "programs"):
+            raise UsageError(
+                f"--eval-tasks {name}: its {kind} are written, which takes too long between two steps; "
+                "expected choices or text; lib.runs.evaluate asks it of a checkpoint"
+            )
+        if kind == "choices":
+            _check_fit(name, questions, task)
+    return found
+
+
+def _check_fit(name: str, questions: list[Question], task: Task) -> None:
+    """Find now what would end the run at its first evaluation."""
+    codec: Any = task.source.codec
+    for i in range(len(questions)):
+        try:
+            query, choices = few_shot_prompt(questions, i, DEFAULTS["shots"], seed=DEFAULTS["seed"])
+        except ValueError as error:
+            raise UsageError(f"--eval-tasks {name}: question {i}: {error}") from None
+        longest = max(len(encode_pair(codec.encode, query, choice)[1]) for choice in choices)
+        if longest > task.per_row:
+            raise UsageError(
+                f"--eval-tasks {name}: a choice of question {i} has {longest} tokens, and the model reads "
+                f"{task.per_row}; expected a longer --length"
+            )
+
+
+class Plain(nn.Module):
+    """A model of a run as chapter 27's functions take it: tokens in, logits out, without those of padding."""
+
+    def __init__(self, task: Task, model: nn.Module):
+        super().__init__()
+        self.task, self.model, self.config = task, model, task.config
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.task.plain_logits(self.model, tokens)[..., : self.task.n_classes]
+
+
+def ask(run: Any) -> dict[str, float] | None:
+    """The model's scores on the questions, on rank 0; None on the others. All ranks call it together.
+
+    The same questions, shots and normalization as by ``lib.runs.evaluate``, of the model in whole float32 parameters.
+    So a log has the numbers that the checkpoint of its step would get.
+    """
+    model = whole_model(run)
+    if model is None:
+        return None
+    codec = run.task.source.codec
+    ends = [codec.n_tokens - 1] if codec.special_tokens else []
+    tokenizer = SimpleNamespace(encode=codec.encode, encode_rendered=codec.encode, end_ids=frozenset(ends))
+    asked = SimpleNamespace(model=Plain(run.task, model), tokenizer=tokenizer)
+    options, nothing = SimpleNamespace(**DEFAULTS), SimpleNamespace(update=lambda n: None)
+    results: dict[str, dict[str, Any]] = {}
+    for name, questions in run.task.questions.items():
+        scorer = score_texts if kind_of(questions[0]) == "texts" else score_choices
+        results[name], _ = scorer(asked, questions, options, nothing)
+    core = center(results)
+    numbers = {f"{name}_{key}": float(found[key]) for name, found in results.items() for key in SHOWN if key in found}
+    return numbers | ({} if core is None else {"core_score": core})
+
+
 def sample(run: Any) -> str | None:
     """The prompt and what the model writes after it, on rank 0; None on the others. All ranks call it together.
 
     Chapter 4's ``sample_next`` draws the text from a fixed seed, and the models of chapters 4 and 6 compute it as they
     are written, from whole parameters. So the text is the same on any number of ranks.
     """
+    model = whole_model(run)
+    return None if model is None else write(run.task, model, run.options)
+
+
+def whole_model(run: Any) -> nn.Module | None:
+    """The model as it is written in its chapter, on rank 0's device; None on the others. All ranks call it together."""
     weights = checkpoints.gather_model(run.strategy, run.device)
     if run.world.rank:
         return None
@@ -79,7 +167,7 @@ def sample(run: Any) -> str | None:
     with torch.device("meta"):
         model = run.task.new_model()
     model.load_state_dict(weights, assign=True)
-    return write(run.task, model.to(run.device), run.options)
+    return model.to(run.device)
 
 
 @torch.no_grad()

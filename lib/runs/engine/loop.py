@@ -23,7 +23,7 @@ from lib.fast.models import capture, forbid_workspace
 from lib.runs.engine import export
 from lib.runs.engine import state as checkpoints
 from lib.runs.engine.context import share_of
-from lib.runs.engine.evaluation import evaluate, hold_out, is_due, sample
+from lib.runs.engine.evaluation import ask, evaluate, hold_out, is_due, load_questions, sample
 from lib.runs.engine.log import Log
 from lib.runs.engine.mesh import DATA, Mesh, arrange, check_degrees
 from lib.runs.engine.need import check_memory, memory_flags
@@ -144,6 +144,7 @@ def make_task(options: Options, kind: type[Task]) -> Task:
             f"--batch {options.batch} is more than the {task.source.n} {task.rows} of --data {options.data}"
         )
     hold_out(task)
+    task.questions = load_questions(task)
     return task
 
 
@@ -379,7 +380,10 @@ class Run:
         return done >= o.steps
 
     def look(self, log: Log, done: int) -> None:
-        """Evaluate and sample if that is due after a step, and keep the best model. No step's time includes this."""
+        """Evaluate, ask and sample if that is due after a step, and keep the best model.
+
+        No step's time includes this.
+        """
         o = self.options
         if is_due(o.eval_every, done, o):
             log.flush()
@@ -389,6 +393,11 @@ class Run:
                 self.best = {"step": done, **found}
                 if o.checkpoint:
                     self.save(done, replace(o, checkpoint=o.checkpoint / BEST))
+            log.restart_clock()
+        if is_due(o.eval_tasks_every, done, o):
+            log.flush()
+            if scores := ask(self):
+                log.note(done - 1, scores)
             log.restart_clock()
         if is_due(o.sample_every, done, o):
             log.flush()

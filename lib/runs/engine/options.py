@@ -94,6 +94,8 @@ class Options:
     sample_every: int | None = None
     prompt: str | None = None
     sample_tokens: int = 64
+    eval_tasks: list[str] | None = None
+    eval_tasks_every: int | None = None
     export: Path | None = None
     wandb: str | None = None
 
@@ -336,6 +338,17 @@ def add_text_flags(parser: Parser) -> None:
     )
     text.add_argument("--prompt", help="beginning of each sample")
     text.add_argument("--sample-tokens", type=whole(1), default=64, help="tokens that a sample adds to the prompt")
+    text.add_argument(
+        "--eval-tasks",
+        nargs="+",
+        metavar="TASK",
+        help="questions for the model, as for lib.runs.evaluate: names, or files of choices or of text",
+    )
+    text.add_argument(
+        "--eval-tasks-every",
+        type=whole(1),
+        help="steps between them; the last step always asks; default: --eval-every, or only the last step",
+    )
 
 
 def add_size_flags(parser: Parser) -> argparse._ArgumentGroup:
@@ -385,6 +398,8 @@ def _resolved(o: Options) -> dict[str, Any]:
     if o.n_experts:
         found["top_k"] = o.top_k or min(2, o.n_experts)
         found["bias_rate"] = 1e-3 if o.bias_rate is None else o.bias_rate
+    if o.eval_tasks:
+        found["eval_tasks_every"] = o.eval_tasks_every or o.eval_every or o.steps
     found["data"] = o.data or ("embedded" if o.model == "tiny" else "synthetic")
     try:
         found["held_out"] = o.held_out or ((held_out_share(found["data"]) or 0.1) if o.eval_every else None)
@@ -485,10 +500,13 @@ def _check_quality(o: Options) -> None:
         raise UsageError("--prompt without --sample-every: expected the number of steps between samples")
     if o.prompt and any("\ud800" <= character <= "\udfff" for character in o.prompt):
         raise UsageError(f"--prompt {o.prompt!a} holds bytes that are not UTF-8; expected text")
-    if o.sample_every and o.data == "synthetic":
-        raise UsageError(
-            "--sample-every with --data synthetic: a model of random tokens has no text to write; expected other --data"
-        )
+    if o.eval_tasks_every and not o.eval_tasks:
+        raise UsageError(f"--eval-tasks-every {o.eval_tasks_every} without --eval-tasks: expected tasks, such as sums")
+    for flag, asked in (("--sample-every", o.sample_every), ("--eval-tasks", o.eval_tasks)):
+        if asked and o.data == "synthetic":
+            raise UsageError(
+                f"{flag} with --data synthetic: a model of random tokens knows no text; expected other --data"
+            )
 
 
 def _places(o: Options) -> list[tuple[str, Path]]:

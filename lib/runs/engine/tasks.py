@@ -44,6 +44,7 @@ class Task:
         n_weights: Number of weights of all its matrices: what a model needs at least.
         size_flags: Flags that change the size of the model.
         tokens_per_row: Positions that a row of a batch has in the residual stream.
+        questions: What the model is asked while it trains, by task.
     """
 
     unit: str
@@ -58,6 +59,7 @@ class Task:
     size_flags: tuple[str, ...] = ("--dim", "--n-layers", "--model")
     n_weights: int
     tokens_per_row: int
+    questions: dict[str, list[dict[str, Any]]]
 
     def __init__(self, options: Options):
         self.options, self.dtype = options, DTYPES[options.precision]

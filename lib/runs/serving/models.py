@@ -78,12 +78,12 @@ def weight_bytes(model: str) -> int:
 
 
 @torch.no_grad()
-def make_tiny() -> Llama:
+def make_tiny(text: str | None = None) -> Llama:
     """A Llama of bytes whose weights are set, not trained, so that it is ready at once.
 
     Each byte is a direction of its own in the residual stream,
-    and the output layer holds the logarithms of how often each byte follows it in the language reference.
-    The blocks, random and weak, disturb these a little.
+    and the output layer holds the logarithms of how often each byte follows it in a text, by default the language
+    reference. The blocks, random and weak, disturb these a little.
     """
     generator = torch.Generator().manual_seed(0)
     model: Any = Llama(TINY)
@@ -91,8 +91,8 @@ def make_tiny() -> Llama:
     for parameter in model.layers.parameters():
         if parameter.dim() == 2:
             parameter.copy_(0.01 * torch.randn(parameter.shape, generator=generator))
-    text = torch.tensor(list(language_reference().encode()))
-    counts = torch.bincount(text[:-1] * V + text[1:], minlength=V * V).view(V, V) + 1e-3
+    read = torch.tensor(list((text or language_reference()).encode()))
+    counts = torch.bincount(read[:-1] * V + read[1:], minlength=V * V).view(V, V) + 1e-3
     model.tok_embeddings.weight.copy_(torch.eye(V))
     model.output.weight.copy_(
         (counts / counts.sum(1, keepdim=True)).log().T / V**0.5

@@ -139,6 +139,10 @@ def test_a_line_that_is_no_question_is_named(tmp_path, line, words):
         ("--model tiny --tasks sums sums", "two tasks called sums"),
         ("--model tiny --tasks sums --limit 3 --shots 5", "questions 0 to 2: .*5"),
         ("--model tiny --tasks sums --shots x", "--shots"),
+        (
+            "--model tiny --tasks sums --out nowhere/a.json",
+            "--out nowhere/a.json: expected a file in a folder that exi",
+        ),
         ("--tasks sums", "--model"),
     ],
 )
