@@ -23,7 +23,7 @@ from lib.given.models.rewards import AGGREGATIONS, MODES
 from lib.runs.engine import state as checkpoints
 from lib.runs.engine.options import check_places, check_unlocked, lock_places, make_places
 from lib.runs.engine.signals import STATUS
-from lib.runs.flags import Parser, UsageError, fraction, positive, share, whole
+from lib.runs.flags import Parser, UsageError, positive, share, whole
 from lib.runs.memory import check_need, shortage
 from lib.runs.reinforcing.loop import DTYPES, Run, run_of
 from lib.runs.reinforcing.sampling import BLOCK, n_blocks
@@ -35,7 +35,7 @@ from lib.runs.serving.models import weight_bytes
 
 PROGRAM = "python -m lib.runs.reinforce"
 MEMORY_FLAGS = ("--micro-batch", "--at-once", "--new-tokens", "--model")
-TINY_DEFAULTS = {"lr": 1e-3, "warm": 150, "warm_lr": 3e-3, "new_tokens": 40}
+TINY_DEFAULTS = {"lr": 1e-4, "warm": 150, "warm_lr": 3e-3, "new_tokens": 40}
 DEFAULTS = {"lr": 1e-6, "warm": 0, "warm_lr": 1e-5, "new_tokens": 128}
 LOOKED_AT = 500
 """Questions that are looked at before the run for their length and their characters."""
@@ -92,7 +92,7 @@ def _add_update(parser: Parser) -> None:
     update.add_argument("--cap", type=positive, default=2.0, help="largest weight")
     update.add_argument("--floor", type=share, default=0.0, help="smallest weight with --correction mask")
     update.add_argument("--kl-coef", type=share, default=0.0, help="of the divergence from the model at the beginning")
-    update.add_argument("--lr", type=share, help="AdamW's; default: 1e-3 for tiny, else 1e-6")
+    update.add_argument("--lr", type=share, help="AdamW's; default: 1e-4 for tiny, else 1e-6")
     update.add_argument("--clip", type=positive, default=1.0, help="largest norm of the gradient")
     update.add_argument("--micro-batch", type=whole(1), default=16, help="responses that are trained on at a time")
     update.add_argument("--precision", choices=("float32", "tf32", "bf16"), default="float32",

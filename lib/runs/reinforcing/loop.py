@@ -192,5 +192,3 @@ class Run:
 def run_of(policy: Policy, o: argparse.Namespace) -> dict[str, Any]:
     """The description of a run that its checkpoints hold."""
     return describe(policy) | {"settings": {name: getattr(o, name) for name in HOW}}
-
-

@@ -97,7 +97,9 @@ def check_questions(policy: Policy, questions: list[Question], task: str, new_to
         text = question.prompt + question.solution
         tokens = policy.encode(question) + policy.tokenizer.encode_rendered(question.solution)
         if policy.tokenizer.decode(tokens).strip() != text.strip():
-            raise UsageError(f"--task {task}: the model's tokenizer cannot write {text!r}; expected another task or model")
+            raise UsageError(
+                f"--task {task}: the model's tokenizer cannot write {text!r}; expected another task or model"
+            )
         policy.longest = max(policy.longest, len(policy.encode(question)))
     context = policy.config.context_len
     if policy.longest + new_tokens > context:
