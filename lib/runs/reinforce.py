@@ -57,8 +57,8 @@ def _add_what(parser: Parser) -> None:
                       help="as for lib.runs.serve; tiny: chapter 29's Llama after 150 supervised steps")  # fmt: skip
     what.add_argument("--tokenizer", type=filled, help="bytes, gpt2 or a tokenizer.json; default: the folder's")
     what.add_argument("--task", required=True, choices=tuple(KINDS))
-    what.add_argument("--difficulty", type=whole(1), help="; ".join(
-        f"{name}: {kind.unit}, {kind.least} to {kind.most}, default {kind.usual}" for name, kind in KINDS.items() if kind.unit))  # fmt: skip
+    levels = (f"{name}: {k.unit}, {k.least} to {k.most}, default {k.usual}" for name, k in KINDS.items() if k.unit)
+    what.add_argument("--difficulty", type=whole(1), help="; ".join(levels))
     what.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="gets the log, checkpoints, the model")
     what.add_argument("--format-weight", type=share, default=0.1, help="reward of a right form with a wrong answer")
     what.add_argument("--warm", type=whole(0), help="supervised steps on the task's solutions before the first reward; "
@@ -154,7 +154,7 @@ def check_memory(policy: Policy, o: argparse.Namespace, device: torch.device) ->
     model = n_weights * (16 + 4 * bool(o.kl_coef) + (dtype.itemsize if dtype != torch.float32 else 0))
     if device.type == "cpu":
         model -= 4 * n_weights  # the weights are there already
-    check_need(model, device, f"--model {o.model}: {n_weights:,} weights, each with a gradient and two numbers of AdamW",
+    check_need(model, device, f"--model {o.model}: {n_weights:,} weights, with a gradient and two numbers of AdamW each",
                ["--model"])  # fmt: skip
     rows = o.prompts * o.group
     cache = n_blocks(policy, rows, o) * block_bytes(config, BLOCK, dtype)

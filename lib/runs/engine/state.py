@@ -61,7 +61,8 @@ def check_unchanged(options: Options, before: tuple[Path, int] | None) -> None:
     """
     if stamp(options) != before:
         raise UsageError(
-            f"{options.checkpoint_flag} {options.checkpoint}: another run wrote a checkpoint there while this one started, and has "
+            f"{options.checkpoint_flag} {options.checkpoint}: another run wrote a checkpoint there while this one "
+            "started, and has "
             "ended; start this one again"
         )
 
@@ -91,7 +92,8 @@ def peek(options: Options, rank: int = 0, world_size: int = 1) -> dict[str, Any]
             raise TypeError("it does not say which run it is of")
     except pickle.UnpicklingError as error:
         raise UsageError(
-            f"{options.checkpoint_flag} {path} cannot be read: it holds more than tensors and plain values{why(error)}; "
+            f"{options.checkpoint_flag} {path} cannot be read: "
+            f"it holds more than tensors and plain values{why(error)}; "
             "nothing was run"
         ) from None
     except (OSError, ValueError, RuntimeError, KeyError, TypeError, zipfile.BadZipFile) as error:
@@ -101,7 +103,8 @@ def peek(options: Options, rank: int = 0, world_size: int = 1) -> dict[str, Any]
         ) from None
     if damaged:
         raise UsageError(
-            f"{options.checkpoint_flag} {path} is damaged: {damaged} is not what was written; expected an intact copy, or none"
+            f"{options.checkpoint_flag} {path} is damaged: {damaged} is not what was written; "
+            "expected an intact copy, or none"
         )
     return state
 
@@ -128,7 +131,8 @@ def check_same_run(options: Options, state: dict[str, Any] | None, run: dict[str
                     f"(digest {was}, now {value}); expected the data that the run began with, or another folder"
                 )
             raise UsageError(
-                f"{options.checkpoint_flag} {options.checkpoint} is of a run with {name} = {was!r}, this one has {value!r}"
+                f"{options.checkpoint_flag} {options.checkpoint} is of a run with {name} = {was!r}, "
+                f"this one has {value!r}"
             )
     if state["step"] > options.steps:
         raise UsageError(

@@ -83,7 +83,8 @@ class Run:
         """Train the remaining steps, or until a signal asks to leave; returns whether all steps are done."""
         o = self.o
         settings = SimpleNamespace(**vars(o) | {"model": f"{o.model} {o.task}", "how": o.algorithm, "batch": 0,
-                                   "log": o.out / LOG, "tensorboard": None, "wandb": None, "peak_tflops": None})  # fmt: skip
+                                   "log": o.out / LOG, "tensorboard": None, "wandb": None,
+                                   "peak_tflops": None})  # fmt: skip
         task: Any = SimpleNamespace(per_row=0)
         log = Log(settings, task, self.device, 1, self.done, True)  # type: ignore[arg-type]
         try:

@@ -41,12 +41,12 @@ def steps_of(out, name="reward"):
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_an_update_is_chapter_29s_grpo_step(algorithm, kind):
     torch.manual_seed(0)
-    gpt2 = GPT2Config(vocab_size=43, context_len=32, dim=16, n_layers=1, n_heads=2)
+    gpt2 = GPT2Config(vocab_size=TINY.vocab_size, context_len=32, dim=16, n_layers=1, n_heads=2)
     first, second = (Llama(TINY) if kind == "llama" else GPT2(gpt2) for _ in range(2))
     second.load_state_dict(first.state_dict())
     mask = torch.rand(6, 9) < 0.6
     batch = {
-        "tokens": torch.randint(43, (6, 10)), "response_mask": mask, "groups": torch.tensor([0, 0, 1, 1, 1, 0]),
+        "tokens": torch.randint(TINY.vocab_size, (6, 10)), "response_mask": mask, "groups": torch.tensor([0, 0, 1, 1, 1, 0]),
         "rewards": torch.tensor([0.0, 1, 0.1, 0, 1, 0]), "log_probs": -torch.rand(6, 9) * 4,
         "old_log_probs": -torch.rand(6, 9) * 4, "ref_log_probs": -torch.rand(6, 9) * 4,
     }  # fmt: skip
