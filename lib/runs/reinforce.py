@@ -154,7 +154,7 @@ def check_memory(policy: Policy, o: argparse.Namespace, device: torch.device) ->
     model = n_weights * (16 + 4 * bool(o.kl_coef) + (dtype.itemsize if dtype != torch.float32 else 0))
     if device.type == "cpu":
         model -= 4 * n_weights  # the weights are there already
-    check_need(model, device, f"--model {o.model}: {n_weights:,} weights, with a gradient and two numbers of AdamW each",
+    check_need(model, device, f"--model {o.model}: {n_weights:,} weights, with gradients and two numbers of AdamW",
                ["--model"])  # fmt: skip
     rows = o.prompts * o.group
     cache = n_blocks(policy, rows, o) * block_bytes(config, BLOCK, dtype)

@@ -46,7 +46,8 @@ def test_an_update_is_chapter_29s_grpo_step(algorithm, kind):
     second.load_state_dict(first.state_dict())
     mask = torch.rand(6, 9) < 0.6
     batch = {
-        "tokens": torch.randint(TINY.vocab_size, (6, 10)), "response_mask": mask, "groups": torch.tensor([0, 0, 1, 1, 1, 0]),
+        "tokens": torch.randint(TINY.vocab_size, (6, 10)), "response_mask": mask,
+        "groups": torch.tensor([0, 0, 1, 1, 1, 0]),
         "rewards": torch.tensor([0.0, 1, 0.1, 0, 1, 0]), "log_probs": -torch.rand(6, 9) * 4,
         "old_log_probs": -torch.rand(6, 9) * 4, "ref_log_probs": -torch.rand(6, 9) * 4,
     }  # fmt: skip
