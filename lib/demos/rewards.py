@@ -12,33 +12,20 @@ import torch
 from torch import Tensor, nn
 
 from lib.attention import causal_mask
-from lib.given.data.tasks import Characters, Check, Question, sums
-from lib.given.models.llama import LlamaConfig
+from lib.given.data.tasks import Characters, Check, Question, sums, supervised_batch
+from lib.given.models.rewards import TINY
 from lib.llama import Llama
 from lib.rewards import StalenessGate, grpo_step, sample_groups, score_response, token_log_probs
 from lib.serving import Scheduler
 from lib.training import AdamW
 
 LETTERS = Characters()
-CONFIG = LlamaConfig(vocab_size=len(LETTERS), dim=64, n_layers=2, n_heads=4, hidden_dim=160, context_len=64)
 MAX_NEW_TOKENS, SAMPLES, PROMPTS = 40, 8, 8
 HEDGED = 0.15
 """The share of the supervised responses that answer a sum with three numbers."""
 N_DIGITS = 1
 """Digits of each number: with more, a model of this size needs more steps than a page has time for."""
 History = list[dict[str, float]]
-
-
-def supervised_batch(questions: list[Question]) -> tuple[Tensor, Tensor]:
-    """Inputs and targets ``[N, T]``; a target is -100 in the prompt and in the padding."""
-    rows = [(LETTERS.encode(q.prompt), [*LETTERS.encode(q.solution), LETTERS.eos_id]) for q in questions]
-    width = max(len(prompt) + len(response) for prompt, response in rows)
-    tokens, targets = torch.zeros(len(rows), width, dtype=torch.int64), torch.full((len(rows), width), -100)
-    for n, (prompt, response) in enumerate(rows):
-        end = len(prompt) + len(response)
-        tokens[n, :end] = torch.tensor(prompt + response)
-        targets[n, len(prompt) : end] = tokens[n, len(prompt) : end]
-    return tokens[:, :-1], targets[:, 1:]
 
 
 def task(seed: int) -> Iterator[Question]:
@@ -49,12 +36,13 @@ def task(seed: int) -> Iterator[Question]:
 @cache
 def _tuned(n_steps: int, seed: int) -> dict[str, Tensor]:
     torch.manual_seed(seed)
-    model, shown = Llama(CONFIG), sums(N_DIGITS, seed, HEDGED)
+    model, shown = Llama(TINY), sums(N_DIGITS, seed, HEDGED)
     optimizer = AdamW(model.parameters(), lr=3e-3)
     for step in range(n_steps):
         for group in optimizer.param_groups:
             group["lr"] = 3e-3 * min(1.0, (step + 1) / 20, (n_steps - step) / (0.3 * n_steps))
-        inputs, targets = supervised_batch(list(islice(shown, 32)))
+        rows = [(LETTERS.encode(q.prompt), [*LETTERS.encode(q.solution), LETTERS.eos_id]) for q in islice(shown, 32)]
+        inputs, targets = supervised_batch(rows)
         loss = nn.functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
         optimizer.zero_grad()
         loss.backward()
@@ -64,7 +52,7 @@ def _tuned(n_steps: int, seed: int) -> dict[str, Tensor]:
 
 def tuned(n_steps: int = 150, seed: int = 0) -> Llama:
     """A tiny Llama after supervised steps on sums in the form; it is trained once, and each call returns a copy."""
-    model = Llama(CONFIG)
+    model = Llama(TINY)
     model.load_state_dict(_tuned(n_steps, seed))
     return model
 

@@ -1,9 +1,12 @@
 """Tasks whose answers a program can check: sums, sorting and countdown, in endless supply from a seed."""
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+
+import torch
+from torch import Tensor
 
 Check = Callable[[str], bool]
 MARKERS = ("<think>", "</think>", "<answer>", "</answer>")
@@ -29,6 +32,17 @@ class Question:
 def form(thought: str, answer: str) -> str:
     """A response to a prompt that ends with ``<think>``."""
     return f"{thought}</think><answer>{answer}</answer>"
+
+
+def supervised_batch(rows: Sequence[tuple[list[int], list[int]]]) -> tuple[Tensor, Tensor]:
+    """Inputs and targets ``[N, T]`` of prompts and responses; a target is -100 in the prompt and in the padding."""
+    width = max(len(prompt) + len(response) for prompt, response in rows)
+    tokens, targets = torch.zeros(len(rows), width, dtype=torch.int64), torch.full((len(rows), width), -100)
+    for n, (prompt, response) in enumerate(rows):
+        end = len(prompt) + len(response)
+        tokens[n, :end] = torch.tensor(prompt + response)
+        targets[n, len(prompt) : end] = tokens[n, len(prompt) : end]
+    return tokens[:, :-1], targets[:, 1:]
 
 
 def sums(n_digits: int = 2, seed: int = 0, hedged: float = 0.0) -> Iterator[Question]:

@@ -7,12 +7,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lib.given.data.tasks import Characters
+from lib.given.models.llama import LlamaConfig
+
 LEVELS = ("token", "sequence")
 """Over what a ratio of probabilities is taken."""
 MODES = ("truncate", "mask")
 """What becomes of a weight outside of its limits."""
 AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 """verl's names for the ways to make one number of a matrix of losses."""
+TINY = LlamaConfig(vocab_size=len(Characters()), dim=64, n_layers=2, n_heads=4, hidden_dim=160, context_len=64)
+"""The Llama of the chapter's page, which reads the tasks' characters."""
 
 
 def expect(name: str, value: Any, choices: Iterable[Any]) -> None:

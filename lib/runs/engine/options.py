@@ -6,7 +6,7 @@ import os
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch.distributed as dist
 
@@ -38,6 +38,8 @@ class Options:
 
     None means that the value follows from the others, and ``_resolved`` fills it in.
     """
+
+    checkpoint_flag: ClassVar[str] = "--checkpoint"
 
     model: str
     strategy: str | None
@@ -513,7 +515,7 @@ def _places(o: Options) -> list[tuple[str, Path]]:
     """Each folder that a run writes to, after the flag and the path that name it."""
     log = o.log and o.log.parent
     named = (
-        ("--checkpoint", o.checkpoint, o.checkpoint),
+        (o.checkpoint_flag, o.checkpoint, o.checkpoint),
         ("--log-file", o.log, log),
         ("--tensorboard", o.tensorboard, o.tensorboard),
         ("--export", o.export, o.export),
@@ -562,7 +564,7 @@ def _locked_places(o: Options) -> list[tuple[str, Path]]:
     """Each folder that belongs to one run alone, after its flag."""
     places = {
         path.resolve(): (f"{flag} {path}", path)
-        for flag, path in (("--export", o.export), ("--checkpoint", o.checkpoint))
+        for flag, path in (("--export", o.export), (o.checkpoint_flag, o.checkpoint))
         if path is not None
     }
     return list(places.values())

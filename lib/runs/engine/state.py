@@ -61,7 +61,8 @@ def check_unchanged(options: Options, before: tuple[Path, int] | None) -> None:
     """
     if stamp(options) != before:
         raise UsageError(
-            f"--checkpoint {options.checkpoint}: another run wrote a checkpoint there while this one started, and has "
+            f"{options.checkpoint_flag} {options.checkpoint}: another run wrote a checkpoint there while this one "
+            "started, and has "
             "ended; start this one again"
         )
 
@@ -91,17 +92,19 @@ def peek(options: Options, rank: int = 0, world_size: int = 1) -> dict[str, Any]
             raise TypeError("it does not say which run it is of")
     except pickle.UnpicklingError as error:
         raise UsageError(
-            f"--checkpoint {path} cannot be read: it holds more than tensors and plain values{why(error)}; "
+            f"{options.checkpoint_flag} {path} cannot be read: "
+            f"it holds more than tensors and plain values{why(error)}; "
             "nothing was run"
         ) from None
     except (OSError, ValueError, RuntimeError, KeyError, TypeError, zipfile.BadZipFile) as error:
         reason = str(error).strip().splitlines()[:1]
         raise UsageError(
-            f"--checkpoint {path} cannot be read: {reason[0] if reason else type(error).__name__}"
+            f"{options.checkpoint_flag} {path} cannot be read: {reason[0] if reason else type(error).__name__}"
         ) from None
     if damaged:
         raise UsageError(
-            f"--checkpoint {path} is damaged: {damaged} is not what was written; expected an intact copy, or none"
+            f"{options.checkpoint_flag} {path} is damaged: {damaged} is not what was written; "
+            "expected an intact copy, or none"
         )
     return state
 
@@ -123,16 +126,17 @@ def check_same_run(options: Options, state: dict[str, Any] | None, run: dict[str
                 was, value = was.get(name), value.get(name)
             if name == CONTENTS:
                 raise UsageError(
-                    f"--checkpoint {options.checkpoint} is of a run that read other contents, "
+                    f"{options.checkpoint_flag} {options.checkpoint} is of a run that read other contents, "
                     f"or another tokenizer, from --data {options.data} "
                     f"(digest {was}, now {value}); expected the data that the run began with, or another folder"
                 )
             raise UsageError(
-                f"--checkpoint {options.checkpoint} is of a run with {name} = {was!r}, this one has {value!r}"
+                f"{options.checkpoint_flag} {options.checkpoint} is of a run with {name} = {was!r}, "
+                f"this one has {value!r}"
             )
     if state["step"] > options.steps:
         raise UsageError(
-            f"--checkpoint {options.checkpoint} is at step {state['step']}, beyond --steps {options.steps}"
+            f"{options.checkpoint_flag} {options.checkpoint} is at step {state['step']}, beyond --steps {options.steps}"
         )
 
 

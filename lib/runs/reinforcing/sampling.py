@@ -1,0 +1,103 @@
+"""Rollouts on chapter 21's engine: groups of responses to train on, and greedy answers to held-out questions."""
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from lib.evaluation import wilson_interval
+from lib.given.data.tasks import Question
+from lib.given.models.serving import Request
+from lib.rewards import sample_groups
+from lib.runs.reinforcing.start import Policy
+from lib.runs.reinforcing.tasks import draw, score
+from lib.serving import Scheduler, generate_many
+
+BLOCK = 16
+"""Positions in a block of the cache."""
+STEP = 4096
+"""Tokens that the engine passes through the model in one of its steps at most."""
+SEEDS = 2**62
+
+
+def n_blocks(policy: Policy, n_rows: int, o: argparse.Namespace) -> int:
+    """Blocks of a cache for the rows that run at a time, each with the longest prompt and all its new tokens."""
+    at_once = min(n_rows, o.at_once or n_rows)
+    return at_once * -(-(policy.longest + o.new_tokens) // BLOCK)
+
+
+def scheduler(policy: Policy, n_rows: int, o: argparse.Namespace) -> Scheduler:
+    return Scheduler(STEP, n_blocks(policy, n_rows, o), BLOCK)
+
+
+def responses(policy: Policy, batch: dict[str, Any]) -> list[list[int]]:
+    """The tokens of each response."""
+    rows = zip(batch["tokens"].tolist(), batch["response_mask"].tolist(), strict=True)
+    return [[token for token, is_new in zip(row[1:], mask, strict=True) if is_new] for row, mask in rows]
+
+
+def rollout(policy: Policy, sampler: nn.Module, step: int, version: int, o: argparse.Namespace) -> dict[str, Any]:
+    """The scored batch of a step: its questions, a group of responses to each, and what they are worth.
+
+    Args:
+        policy: Whose tokens.
+        sampler: Whose weights.
+        step: The step that the batch is for; decides its questions and its random numbers.
+        version: Updates that the sampler's weights have had.
+        o: The run's settings.
+
+    Returns:
+        As ``sample_groups``, with "rewards", and under "stats" what the log says about the batch.
+    """
+    asked = draw(o.task, o.difficulty, o.prompts, (o.seed * 1_000_003 + step) * 2 + 1)
+    rows = len(asked) * o.group
+    batch = sample_groups(
+        sampler, [policy.encode(q) for q in asked], o.group, scheduler(policy, rows, o), o.new_tokens, o.temperature,
+        (o.seed * 1_000_003 + step) * rows % SEEDS, policy.end_id, version=version,
+    )  # fmt: skip
+    new = responses(policy, batch)
+    texts = [policy.decode(tokens) for tokens in new]
+    found = score(texts, [q for q in asked for _ in range(o.group)], o.format_weight)
+    rewards = torch.tensor(found["reward"])
+    grouped = rewards.view(-1, o.group)
+    lengths = torch.tensor([len(tokens) for tokens in new], dtype=torch.float32)
+    batch["rewards"] = rewards.to(batch["tokens"].device)
+    batch["stats"] = {
+        "reward": float(rewards.double().mean()),
+        "right": mean(found["answer_reward"]),
+        "format": mean(found["format_reward"]),
+        "groups_that_differ": mean((grouped.amax(1) > grouped.amin(1)).tolist()),
+        "length": float(lengths.mean()),
+        "length_max": float(lengths.max()),
+        "length_right": mean([n for n, right in zip(lengths.tolist(), found["answer_reward"], strict=True) if right]),
+        "cut_off": mean([tokens[-1] != policy.end_id for tokens in new]),
+    }
+    return batch
+
+
+def mean(values: Sequence[float]) -> float | None:
+    """None where there are no values."""
+    return sum(values) / len(values) if values else None
+
+
+def evaluate(policy: Policy, questions: list[Question], o: argparse.Namespace) -> dict[str, Any]:
+    """Greedy answers to held-out questions: how many are right, with the Wilson interval, and one of them to read."""
+    requests = [Request(policy.encode(q), o.new_tokens, eos_id=policy.end_id) for q in questions]
+    new: dict[Request, list[int]] = {request: [] for request in requests}
+    for request, token in generate_many(policy.model, requests, scheduler(policy, len(requests), o)):
+        new[request].append(token)
+    texts = [policy.decode(new[request]) for request in requests]
+    found = score(texts, questions, 0.0)
+    n_right = int(sum(found["answer_reward"]))
+    low, high = wilson_interval(n_right, len(questions))
+    return {
+        "held_out_right": n_right / len(questions),
+        "held_out_low": low,
+        "held_out_high": high,
+        "held_out_format": mean(found["format_reward"]),
+        "held_out_length": mean([len(tokens) for tokens in new.values()]),
+        "held_out_questions": len(questions),
+        "sample": questions[0].prompt + texts[0],
+    }
