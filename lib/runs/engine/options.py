@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lib.given.data.images import has_test_split
-from lib.runs.data.corpus import held_out_share, is_corpus
+from lib.runs.data.corpus import has_tokenizer, held_out_share, is_corpus
 from lib.runs.flags import MOST_SEED, Parser, UsageError, degree, fraction, positive, share, whole
 from lib.runs.lock import FolderLock, refuse_if_held
 
@@ -485,6 +485,11 @@ def _check_quality(o: Options) -> None:
         raise UsageError("--prompt without --sample-every: expected the number of steps between samples")
     if o.prompt and any("\ud800" <= character <= "\udfff" for character in o.prompt):
         raise UsageError(f"--prompt {o.prompt!a} holds bytes that are not UTF-8; expected text")
+    if o.sample_every and is_corpus(o.data or "") and not has_tokenizer(Path(str(o.data))):
+        raise UsageError(
+            f"--sample-every with --data {o.data}: its shards have no merges.json, so no token can be read as text; "
+            "expected a corpus of lib.runs.corpus"
+        )
     if o.sample_every and o.data == "synthetic":
         raise UsageError(
             "--sample-every with --data synthetic: a model of random tokens has no text to write; expected other --data"
