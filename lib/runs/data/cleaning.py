@@ -238,7 +238,8 @@ def copies_of(store: Store, pool: Executor) -> dict[int, int]:
             first[value] = document if first[value] < 0 else first[value]
             groups.link(int(first[value]), document)
         n += len(row) // N_BANDS
-    found, texts = {}, store.lines()
+    found: dict[int, int] = {}
+    texts = store.lines()
     for group in groups.lists():
         for cluster in near_duplicates(texts[np.array(group)], THRESHOLD, N_HASHES, N_BANDS):
             found |= {group[i]: group[cluster[0]] for i in cluster[1:]}

@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from html.parser import HTMLParser
 from itertools import chain, islice
 from pathlib import Path
@@ -533,7 +532,8 @@ def write_tokens(folder: Path, paths: list[Path], end: int, shard: int | None) -
     if shard:
         from lib.data import write_shards
 
-        write_shards(folder, chain.from_iterable(map(partial(_documents, end=end), paths)), shard, end + 1, end)
+        documents: Any = (ids for path in paths for ids in _documents(path, end))
+        write_shards(folder, documents, shard, end + 1, end)
         (folder / "tokens.bin").unlink(missing_ok=True)
         return {}
     (folder / "manifest.json").unlink(missing_ok=True)

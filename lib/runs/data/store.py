@@ -2,7 +2,7 @@
 
 import json
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,8 @@ PART = 8 * 10**6
 """Characters that a part of a store is made from, about."""
 BATCH, ITEMS = 10**6, 64
 """Characters and items that a process gets at a time, at most."""
-A, B = TypeVar("A"), TypeVar("B")
+A = TypeVar("A")
+B = TypeVar("B")
 
 
 @dataclass
@@ -47,7 +48,9 @@ def batched(items: Iterable[A], size: Callable[[A], int]) -> Iterator[list[A]]:
         yield batch
 
 
-def streamed(pool: Executor, function: Callable[[A], B], items: Iterable[A], ahead: int = 8) -> Iterator[B]:
+def streamed(
+    pool: Executor, function: Callable[[A], B], items: Iterable[A], ahead: int = 8
+) -> Generator[B, None, None]:
     """``pool.map`` that keeps only a few items ahead of its consumer, where ``map`` first reads them all."""
     waiting: deque = deque()
     try:

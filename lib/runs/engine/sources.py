@@ -37,7 +37,9 @@ class Source(Protocol):
     n_held_out: int
     n_test: int  # items of the data's own test split, which are the last ones; if there are any, they are held out
     codec: "Codec | None"  # what made the tokens from text
-    is_on_host: bool  # ``fetch`` reads files, so it takes indices on the host, where reading them waits for nothing
+    is_on_host: ClassVar[
+        bool
+    ]  # ``fetch`` reads files, so it takes indices on the host, where reading them waits for nothing
 
     @property
     def made_bytes(self) -> int:
@@ -296,7 +298,6 @@ class Shards:
     n: int = 0
     n_held_out: int = 0
     n_test: int = 0
-    made_bytes: ClassVar[int] = 0
     is_on_host: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -304,6 +305,10 @@ class Shards:
 
         self._reader = ShardReader(self.folder, 1, self.length)  # in order: the run chooses the windows
         self.n = self._reader.n_windows
+
+    @property
+    def made_bytes(self) -> int:
+        return 0
 
     def hold_out(self, n: int) -> None:
         """Hold out the end of the row, in one piece."""
