@@ -8,21 +8,27 @@ import json
 import lzma
 import os
 import re
+import shutil
 import struct
 import subprocess
 import tarfile
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from html.parser import HTMLParser
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from lib.given.data.shards import open_shards
+from lib.runs.data.store import Document, Lines, Store, batched, save, streamed
 
 PACKAGES = (
     "debian-handbook", "debian-policy", "debian-reference-en", "developers-reference", "emacs-el", "fortunes",
@@ -45,6 +51,10 @@ BROKEN = (
 """What reading a damaged archive raises (RuntimeError: a zip with a password). Some are broken on purpose, as tests."""
 ARCHIVES = (".tar", ".tar.gz", ".tar.xz", ".tar.bz2", ".tgz")
 END = "<|endoftext|>"
+WORK = "work"
+"""Folder of a corpus that is not finished."""
+ROWS = 1024
+"""Documents of a file of tokens, until they are written as a corpus."""
 VOCAB_SIZE = 50_257  # GPT-2's: 256 bytes, 50,000 merges and the end of a document
 LARGEST = 4 * 2**20  # bytes of a file that are read
 SHORTEST, BLOCK = 400, 200  # characters: of a document, and of a block that is dropped where it comes again
@@ -59,15 +69,6 @@ FOREIGN = re.compile(
     r"|vi-VN|zh-CN|zh-TW)/",
     re.IGNORECASE,
 )
-
-
-@dataclass
-class Document:
-    """A text with its place, which decides whether it is held out."""
-
-    place: str
-    text: str
-    is_code: bool = False
 
 
 @dataclass
@@ -135,6 +136,22 @@ def files(tree: Path) -> Iterator[tuple[str, bytes]]:
             yield place, data
 
 
+def in_order(tree: Path, spool: Path) -> Iterator[tuple[str, bytes]]:
+    """Every file of text below a folder in the order of a hash of its place: most sources are not read to their end.
+
+    The files are written one after the other into ``spool``, so that only one of them is in memory.
+    """
+    with spool.open("w+b") as file:
+        found = [(place, file.tell(), file.write(data)) for place, data in files(tree)]
+        for place, start, n in sorted(found, key=lambda item: _digest_of(item[0])):
+            file.seek(start)
+            yield place, file.read(n)
+
+
+def _digest_of(place: str, person: bytes = b"") -> bytes:
+    return hashlib.blake2b(place.encode(errors="replace"), person=person).digest()
+
+
 def _inside(path: Path) -> Iterator[tuple[str, bytes]]:
     """The files of text in an archive, as far as it can be read."""
     try:
@@ -198,14 +215,22 @@ class _Words(HTMLParser):
             self.pieces.append(data if self.code > 0 else re.sub(r"\s+", " ", data))
 
 
-def clean(place: str, data: bytes) -> Document | None:
-    """A file as a document; None if it holds hardly any English text or code."""
+def clean(place: str, data: bytes, extract: Callable[[str], str] | None = None) -> Document | None:
+    """A file as a document; None if it holds hardly any English text or code.
+
+    Args:
+        place: Its name tells what it is.
+        data: Its bytes.
+        extract: What makes text of a page, in place of this module's own.
+    """
     try:
         text = data.decode()
     except UnicodeDecodeError:
         return None
     kind = suffix(place)
-    if kind in MARKED_UP:
+    if extract:
+        text = extract(text)
+    elif kind in MARKED_UP:
         page = _Words()
         try:
             page.feed(text)
@@ -243,50 +268,61 @@ class Seen:
         return Document(document.place, text, document.is_code) if len(text) >= SHORTEST else None
 
 
+@contextmanager
+def package_files(name: str) -> Iterator[tuple[Source, Iterator[tuple[str, bytes]]]]:
+    """A Debian package, and its files of text in order.
+
+    Raises:
+        RuntimeError: There is no apt, or apt cannot find or download the package.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            source = unpacked(name, Path(folder))
+        except RuntimeError as error:
+            raise RuntimeError(f"--packages {name}: {error}; or read other data, with --dataset") from None
+        yield source, in_order(Path(folder, "tree"), Path(folder, "spool"))
+        print(f"{name}: {source.documents:,} documents, {source.characters / 1e6:.1f} million characters", flush=True)
+
+
 def documents_of_packages(
     names: Iterable[str], most: int, longest: int | None, found: list[Source]
 ) -> Iterator[Document]:
     """Documents of Debian packages, at most ``most`` characters of each; ``found`` gets a `Source` for each package."""
     seen = Seen()
     for name in dict.fromkeys(names):
-        with tempfile.TemporaryDirectory() as folder:
-            try:
-                source = unpacked(name, Path(folder))
-            except RuntimeError as error:
-                raise RuntimeError(f"--packages {name}: {error}; or read other data, with --dataset") from None
+        with package_files(name) as (source, each), ProcessPoolExecutor(os.cpu_count()) as workers:
             found.append(source)
-            each = sorted(
-                files(Path(folder, "tree")), key=lambda item: hashlib.blake2b(item[0].encode(errors="replace")).digest()
-            )
-        with ProcessPoolExecutor(os.cpu_count()) as workers:
-            for cleaned in workers.map(_clean, each, chunksize=64):
+            batches = streamed(workers, _clean, batched(each, lambda item: len(item[1])))
+            for cleaned in chain.from_iterable(batches):
                 document = cleaned and seen.new_part(cleaned)
                 if source.characters >= most:
-                    workers.shutdown(wait=False, cancel_futures=True)
+                    batches.close()
                     break
                 if document:
                     yield source.add(document, longest)
-        print(f"{name}: {source.documents:,} documents, {source.characters / 1e6:.1f} million characters", flush=True)
 
 
-def _clean(item: tuple[str, bytes]) -> Document | None:
-    return clean(*item)
+def _clean(items: list[tuple[str, bytes]]) -> list[Document | None]:
+    return [clean(*item) for item in items]
+
+
+def texts_of_dataset(name: str, column: str, limit: int | None) -> tuple[Source, Iterator[tuple[str, str]]]:
+    """A file, a folder or a data set of the hub, and its texts with their numbers, as chapter 1 streams them."""
+    from lib.given.data.corpora import stream_text
+
+    if Path(name).is_file() and not Path(name).stat().st_size:
+        raise ValueError(f"--dataset {name} is an empty file: expected documents")
+    texts = islice(stream_text(name, column=column, progress=False), limit)
+    return Source(name, "", ["see the data set's card"]), ((str(i), text) for i, text in enumerate(texts))
 
 
 def documents_of_dataset(
     name: str, column: str, limit: int | None, longest: int | None, found: list[Source]
 ) -> Iterator[Document]:
-    """The documents of a file, a folder or a data set of the hub, as chapter 1 streams them."""
-    from lib.given.data.corpora import stream_text
-
-    if Path(name).is_file() and not Path(name).stat().st_size:
-        raise ValueError(f"--dataset {name} is an empty file: expected documents")
-    source = Source(name, "", ["see the data set's card"])
+    """The documents of a file, a folder or a data set of the hub."""
+    source, texts = texts_of_dataset(name, column, limit)
     found.append(source)
-    for i, text in enumerate(stream_text(name, column=column, progress=False)):
-        if limit is not None and i == limit:
-            return
-        yield source.add(Document(str(i), text), longest)
+    return (source.add(Document(place, text), longest) for place, text in texts)
 
 
 # ---- tokens ----------------------------------------------------------------------------------------------------------
@@ -309,11 +345,12 @@ def _load(merges: list[tuple[bytes, bytes]]) -> None:
     _tokenizers.append(make_tokenizer(merges, []))
 
 
-def _encode(texts: list[str]) -> np.ndarray:
+def _encode(texts: list[str]) -> bytes:
     """Each document's tokens and the end of a document, which no text in a document becomes."""
     tokenizer = _tokenizers[0]
     end = len(tokenizer.vocab)
-    return np.fromiter(chain.from_iterable([*tokenizer.encode(text), end] for text in texts), dtype=np.uint16)
+    row = chain.from_iterable([*tokenizer.encode(text), end] for text in texts)
+    return np.fromiter(row, dtype=np.uint16).tobytes()
 
 
 def make_tokenizer(merges: list[tuple[bytes, bytes]], special_tokens: Sequence[str] = (END,)):
@@ -331,21 +368,33 @@ def make_tokenizer(merges: list[tuple[bytes, bytes]], special_tokens: Sequence[s
 
 
 def is_corpus(data: str) -> bool:
-    """Whether ``--data`` names a folder that this program wrote."""
-    return Path(data, "corpus.json").is_file()
+    """Whether ``--data`` names a folder that this program, or chapter 26's ``write_shards`` alone, wrote to its end."""
+    return Path(data, "corpus.json").is_file() or (is_sharded(Path(data)) and not Path(data, WORK).exists())
+
+
+def is_sharded(folder: Path) -> bool:
+    """Whether the tokens are in chapter 26's shards."""
+    return (folder / "manifest.json").is_file()
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether the folder knows what its tokens mean: shards alone do not."""
+    return (folder / "corpus.json").is_file()
 
 
 def read_facts(folder: Path) -> dict[str, Any]:
-    """What ``corpus.json`` says.
+    """What ``corpus.json`` says, or, where there are only shards, their manifest.
 
     Raises:
         ValueError: It is not what this program writes.
     """
+    path = folder / ("corpus.json" if has_tokenizer(folder) else "manifest.json")
     try:
-        facts = json.loads((folder / "corpus.json").read_text())
-        facts["held_out_tokens"] / facts["tokens"], facts["vocab_size"]
+        facts = json.loads(path.read_text())
+        for name in ("vocab_size", *["held_out_tokens"] * has_tokenizer(folder)):
+            facts[name] / facts["tokens"]
     except (ValueError, TypeError, KeyError, ZeroDivisionError) as error:
-        raise ValueError(f"{folder / 'corpus.json'} is damaged ({error}): make the corpus again") from None
+        raise ValueError(f"{path} is damaged ({error}): make the corpus again") from None
     return facts
 
 
@@ -356,6 +405,8 @@ def read_tokens(folder: Path) -> np.ndarray:
         FileNotFoundError: There is no ``tokens.bin``.
         ValueError: Its length is not what ``corpus.json`` says.
     """
+    if is_sharded(folder):
+        return np.concatenate(open_shards(folder)[1])
     path, expected = folder / "tokens.bin", read_facts(folder)["tokens"]
     if not path.is_file():
         raise FileNotFoundError(f"{folder} has a corpus.json but no tokens.bin: make the corpus again")
@@ -369,8 +420,8 @@ def read_tokens(folder: Path) -> np.ndarray:
 
 
 def held_out_share(data: str) -> float | None:
-    """The share of a corpus's tokens that are held out; None if the data are not a corpus."""
-    if not is_corpus(data):
+    """The share of a corpus's tokens that are held out; None if the data are not a corpus, or do not say."""
+    if not is_corpus(data) or not has_tokenizer(Path(data)):
         return None
     facts = read_facts(Path(data))
     return facts["held_out_tokens"] / facts["tokens"]
@@ -382,50 +433,142 @@ def read_merges(folder: Path) -> list[tuple[bytes, bytes]]:
     return [(left.encode("latin-1"), right.encode("latin-1")) for left, right in rows]
 
 
-def learn_merges(documents: list[Document], characters: int, vocab_size: int) -> list[tuple[bytes, bytes]]:
-    """Chapter 1's ``train_bpe`` on documents that are spread over the corpus."""
+def learn_merges(texts: Sequence[str], n_characters: int, sample: int, vocab: int) -> list[tuple[bytes, bytes]]:
+    """Chapter 1's ``train_bpe`` on documents that are spread over the corpus, with about ``sample`` characters."""
     from lib.tokenization import train_bpe
 
-    step = max(1, sum(len(d.text) for d in documents) // characters)
-    texts = [d.text for d in documents[::step]]
+    some = list(texts[:: max(1, n_characters // sample)])
     between = END
-    while any(between in text for text in texts):  # what a document holds is learned from, not read as an end
+    while any(between in text for text in some):  # what a document holds is learned from, not read as an end
         between = f"<{between}>"
-    return train_bpe(between.join(texts), vocab_size, [between])[1]
+    return train_bpe(between.join(some), vocab, [between])[1]
 
 
-def write(folder: Path, documents: list[Document], found: list[Source], share: float, sample: int, vocab: int) -> None:
-    """Learn the tokenizer on the training documents, and write all files into the folder, ``corpus.json`` last."""
-    documents = sorted(
-        documents, key=lambda d: hashlib.blake2b(d.place.encode(errors="replace"), person=b"order").digest()
-    )
-    parts = [[d for d in documents if is_held_out(d.place, share) == held] for held in (False, True)]
-    if not all(parts):
-        raise ValueError(f"{len(documents)} documents: expected some to train on and some, {share:.1%}, to hold out")
-    folder.mkdir(parents=True, exist_ok=True)
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """How a corpus is written.
+
+    Attributes:
+        held_out: Share of the documents that is held out.
+        sample: Characters that the tokenizer learns from.
+        vocab: Size of the vocabulary.
+        shard: Tokens of a shard; None writes one file ``tokens.bin``.
+    """
+
+    held_out: float
+    sample: int
+    vocab: int
+    shard: int | None = None
+
+
+def divided(store: Store, share: float) -> tuple[list[Lines], list[int]]:
+    """The documents to train on and those to hold out, in the order of a hash, and the characters of each part.
+
+    Raises:
+        ValueError: One of the two has no documents.
+    """
+    keys, held, sizes = array("Q"), array("b"), array("q")
+    for d in store:
+        keys.append(int.from_bytes(_digest_of(d.place, b"order")[:8], "big"))
+        held.append(is_held_out(d.place, share))
+        sizes.append(len(d.text))
+    order, is_held = np.argsort(np.array(keys), kind="stable"), np.array(held, bool)
+    parts = [order[is_held[order] == which] for which in (False, True)]
+    if not all(map(len, parts)):
+        raise ValueError(f"{len(keys)} documents: expected some to train on and some, {share:.1%}, to hold out")
+    lines = store.lines()
+    return [lines[part] for part in parts], [int(np.array(sizes)[part].sum()) for part in parts]
+
+
+def write(folder: Path, store: Store, found: list[Source], form: Form, **beside: Any) -> None:
+    """Learn the tokenizer on the training documents, and write all files into the folder, ``corpus.json`` last.
+
+    Args:
+        folder: The corpus; what is unfinished is in its folder ``work``.
+        store: All documents.
+        found: Where they come from.
+        form: How the corpus is written.
+        beside: Further facts for ``corpus.json``.
+    """
+    parts, characters = divided(store, form.held_out)
     (folder / "corpus.json").unlink(missing_ok=True)  # the folder is not a corpus until all files are written again
-    merges = learn_merges(parts[0], sample, vocab)
-    text = json.dumps([[left.decode("latin-1"), right.decode("latin-1")] for left, right in merges])
-    (folder / "merges.json").write_text(text)
-    counts = []
-    with (folder / "tokens.bin").open("wb") as out, ProcessPoolExecutor(initializer=_load, initargs=(merges,)) as pool:
-        for part in parts:
-            texts = [d.text for d in part]
-            rows = pool.map(_encode, [texts[i : i + 64] for i in range(0, len(texts), 64)])
-            counts.append(sum(out.write(row.tobytes()) // 2 for row in rows))
+    learned = folder / WORK / "merges.json"
+    if not learned.exists():
+        merges = learn_merges(parts[0], characters[0], form.sample, form.vocab)
+        save(
+            learned, json.dumps([[left.decode("latin-1"), right.decode("latin-1")] for left, right in merges]).encode()
+        )
+    save(folder / "merges.json", learned.read_bytes())
+    merges = read_merges(folder)
+    with ProcessPoolExecutor(initializer=_load, initargs=(merges,)) as pool:
+        rows = [encoded(folder / WORK / name, part, pool) for name, part in zip(("train", "held"), parts, strict=True)]
+    counts = [sum(path.stat().st_size // 2 for path in paths) for paths in rows]
     facts: dict[str, Any] = {
         "tokens": sum(counts), "held_out_tokens": counts[1], "vocab_size": 257 + len(merges),
-        "documents": len(documents), "characters": sum(len(d.text) for d in documents),
-        "sha256": hashlib.sha256((folder / "tokens.bin").read_bytes()).hexdigest(),
-        "sources": [asdict(source) for source in found],
+        "documents": sum(map(len, parts)), "characters": sum(characters),
+        **write_tokens(folder, list(chain(*rows)), 256 + len(merges), form.shard),
+        "sources": [asdict(source) for source in found], **beside,
     }  # fmt: skip
-    unfinished = folder / "corpus.json.part"
-    unfinished.write_text(json.dumps(facts, indent=1))
-    unfinished.replace(folder / "corpus.json")
+    save(folder / "corpus.json", json.dumps(facts, indent=1).encode())
     print(
         f"{folder}: {counts[0]:,} tokens to train on and {counts[1]:,} held out, "
         f"of {facts['characters'] / 1e6:.0f} million characters"
     )
+
+
+def encoded(folder: Path, texts: Lines, pool: Executor) -> list[Path]:
+    """Files with the tokens of the texts, in order; those that are finished are not written again."""
+    folder.mkdir(exist_ok=True)
+    paths = [folder / f"{i:06d}.bin" for i in range(-(-len(texts) // ROWS))]
+    for i, path in enumerate(paths):
+        if not path.exists():
+            batches = batched(texts[i * ROWS : (i + 1) * ROWS], len)
+            save(path, b"".join(streamed(pool, _encode, batches)))
+    return paths
+
+
+def write_tokens(folder: Path, paths: list[Path], end: int, shard: int | None) -> dict[str, Any]:
+    """Write one file, or shards with a manifest, and return what ``corpus.json`` says of it."""
+    if shard:
+        from lib.data import write_shards
+
+        documents: Any = (ids for path in paths for ids in _documents(path, end))
+        write_shards(folder, documents, shard, end + 1, end)
+        (folder / "tokens.bin").unlink(missing_ok=True)
+        return {}
+    (folder / "manifest.json").unlink(missing_ok=True)
+    digest = hashlib.sha256()
+    with (folder / "tokens.bin").open("wb") as out:
+        for path in paths:
+            digest.update(data := path.read_bytes())
+            out.write(data)
+    return {"sha256": digest.hexdigest()}
+
+
+def _documents(path: Path, end: int) -> Iterator[np.ndarray]:
+    """The ids of each document of a file."""
+    row = np.fromfile(path, dtype=np.uint16)
+    start = 0
+    for stop in np.flatnonzero(row == end).tolist():
+        yield row[start:stop]
+        start = stop + 1
+
+
+def start_work(folder: Path, request: dict[str, Any]) -> Path:
+    """The folder of what is unfinished: what another try of the same request left there stays.
+
+    Args:
+        folder: The corpus.
+        request: All that decides what the corpus becomes.
+    """
+    work = folder / WORK
+    text = json.dumps(request, indent=1)
+    asked = work / "request.json"
+    if not asked.exists() or asked.read_text() != text:
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir()
+        save(asked, text.encode())
+    return work
 
 
 def make_place(folder: Path) -> None:

@@ -246,7 +246,7 @@ class Run:
 
     def fetch(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
         """The items with these indices, on the device; of each sequence only this rank's positions."""
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" and not self.task.source.is_on_host:
             numbers = numbers.pin_memory().to(self.device, non_blocking=True)
         inputs, targets = self.task.source.fetch(numbers)
         if self.mesh.size["context"] > 1:

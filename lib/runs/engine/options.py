@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch.distributed as dist
 
 from lib.given.data.images import has_test_split
-from lib.runs.data.corpus import held_out_share, is_corpus
+from lib.runs.data.corpus import has_tokenizer, held_out_share, is_corpus
 from lib.runs.flags import MOST_SEED, Parser, UsageError, degree, fraction, positive, share, whole
 from lib.runs.lock import FolderLock, refuse_if_held
 
@@ -504,7 +504,13 @@ def _check_quality(o: Options) -> None:
         raise UsageError(f"--prompt {o.prompt!a} holds bytes that are not UTF-8; expected text")
     if o.eval_tasks_every and not o.eval_tasks:
         raise UsageError(f"--eval-tasks-every {o.eval_tasks_every} without --eval-tasks: expected tasks, such as sums")
+    unread = is_corpus(o.data or "") and not has_tokenizer(Path(str(o.data)))
     for flag, asked in (("--sample-every", o.sample_every), ("--eval-tasks", o.eval_tasks)):
+        if asked and unread:
+            raise UsageError(
+                f"{flag} with --data {o.data}: its shards have no merges.json, so no token can be read as text; "
+                "expected a corpus of lib.runs.corpus"
+            )
         if asked and o.data == "synthetic":
             raise UsageError(
                 f"{flag} with --data synthetic: a model of random tokens knows no text; expected other --data"

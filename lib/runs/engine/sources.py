@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -14,7 +14,15 @@ from torch import Tensor
 from lib.fast.models import MEAN, STD, prepare_images
 from lib.given.data.corpora import language_reference, load_text, stream_text
 from lib.given.data.images import DIGITS_MEAN, DIGITS_STD, Images, has_test_split, load_images, order_of
-from lib.runs.data.corpus import is_corpus, make_tokenizer, read_facts, read_merges, read_tokens
+from lib.runs.data.corpus import (
+    has_tokenizer,
+    is_corpus,
+    is_sharded,
+    make_tokenizer,
+    read_facts,
+    read_merges,
+    read_tokens,
+)
 from lib.runs.engine.options import Options
 from lib.runs.flags import UsageError
 
@@ -29,6 +37,9 @@ class Source(Protocol):
     n_held_out: int
     n_test: int  # items of the data's own test split, which are the last ones; if there are any, they are held out
     codec: "Codec | None"  # what made the tokens from text
+    is_on_host: ClassVar[
+        bool
+    ]  # ``fetch`` reads files, so it takes indices on the host, where reading them waits for nothing
 
     @property
     def made_bytes(self) -> int:
@@ -80,6 +91,7 @@ class Pictures:
     n_test: int = 0
     classes: tuple[str, ...] = ()
     codec: "Codec | None" = None
+    is_on_host: ClassVar[bool] = False
 
     @property
     def made_bytes(self) -> int:
@@ -239,6 +251,7 @@ class Tokens:
     codec: Codec | None = None
     n_held_out: int = 0
     n_test: int = 0
+    is_on_host: ClassVar[bool] = False
 
     @property
     def made_bytes(self) -> int:
@@ -267,7 +280,59 @@ class Tokens:
         return _digest([self.tokens], self.codec and (self.codec.merges, self.codec.special_tokens))
 
 
-def open_tokens(options: Options, vocab_size: int, length: int) -> Tokens:
+@dataclass
+class Shards:
+    """Chapter 26's shards, divided into the same windows as ``Tokens``: only the windows of a batch are read.
+
+    Attributes:
+        folder: What ``write_shards`` wrote.
+        length: Tokens T in a window.
+        codec: The tokenizer that made the tokens from text; None if the folder has none.
+        n: Number of windows to train on.
+        n_held_out: Number of further windows, which are not trained on.
+    """
+
+    folder: Path
+    length: int
+    codec: Codec | None = None
+    n: int = 0
+    n_held_out: int = 0
+    n_test: int = 0
+    is_on_host: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        from lib.data import ShardReader
+
+        self._reader = ShardReader(self.folder, 1, self.length)  # in order: the run chooses the windows
+        self.n = self._reader.n_windows
+
+    @property
+    def made_bytes(self) -> int:
+        return 0
+
+    def hold_out(self, n: int) -> None:
+        """Hold out the end of the row, in one piece."""
+        self.n, self.n_held_out = self.n - n, n
+
+    def to(self, device: torch.device) -> None:
+        self.device = device
+
+    def fetch(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
+        inputs, targets = (torch.cat(rows) for rows in zip(*map(self._window, numbers.tolist()), strict=True))
+        if self.device.type == "cuda":
+            inputs, targets = inputs.pin_memory(), targets.pin_memory()
+        return inputs.to(self.device, non_blocking=True), targets.to(self.device, non_blocking=True)
+
+    def _window(self, i: int) -> tuple[Tensor, Tensor]:
+        self._reader.position = i
+        return next(self._reader)
+
+    def fingerprint(self) -> str | None:
+        """A digest of the manifest, which holds a digest of each shard, and of the tokenizer."""
+        return _digest([], (self._reader.manifest, self.codec and (self.codec.merges, self.codec.special_tokens)))
+
+
+def open_tokens(options: Options, vocab_size: int, length: int) -> Tokens | Shards:
     """The tokens of the text that ``--data`` names.
 
     Raises:
@@ -289,18 +354,22 @@ def open_tokens(options: Options, vocab_size: int, length: int) -> Tokens:
     return Tokens(tokens=ids, length=length, vocab_size=vocab_size, n=n, codec=codec)
 
 
-def _corpus(folder: Path, vocab_size: int, length: int) -> Tokens:
-    facts, merges = read_facts(folder), read_merges(folder)
-    tokenizer = make_tokenizer(merges)
+def _corpus(folder: Path, vocab_size: int, length: int) -> Tokens | Shards:
+    """The tokens that ``lib.runs.corpus``, or ``write_shards`` alone, has written into a folder."""
+    facts, codec = read_facts(folder), None
     if facts["vocab_size"] > vocab_size:
         raise UsageError(
             f"--data {folder} has {facts['vocab_size']:,} different tokens, "
             f"but the model's vocabulary has {vocab_size:,}: "
             "expected a larger model, or a corpus with a smaller --vocab"
         )
+    if has_tokenizer(folder):
+        tokenizer = make_tokenizer(merges := read_merges(folder))
+        made: dict[str, Any] = {"merges": merges, "special_tokens": tokenizer.special_tokens}
+        codec = Codec(encode=tokenizer.encode, decode=tokenizer.decode, n_tokens=facts["vocab_size"], **made)
+    if is_sharded(folder):
+        return Shards(folder, length, codec)
     ids = torch.from_numpy(read_tokens(folder)).int()
-    made: dict[str, Any] = {"merges": merges, "special_tokens": tokenizer.special_tokens}
-    codec = Codec(encode=tokenizer.encode, decode=tokenizer.decode, n_tokens=facts["vocab_size"], **made)
     if (n := (len(ids) - 1) // length) < 1:
         raise ValueError(f"{folder}: {len(ids)} tokens are too few for one window of {length} and its targets")
     return Tokens(tokens=ids, length=length, vocab_size=vocab_size, n=n, codec=codec)
