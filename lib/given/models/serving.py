@@ -1,19 +1,15 @@
 """Given parts of chapter 21: requests and their progress, and both models run on tokens of many requests at once."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from einops import rearrange
-from jaxtyping import Complex, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""``attend(layer, q, k, v)``: keeps the keys and values ``[N, G, D]`` and returns the attention of the queries,
-``[N, H, D]`` like them.
-"""
+from lib.given.models.hidden import Attend, final_norm, head, residual_stream
 
 
 class OutOfBlocks(RuntimeError):
@@ -376,35 +372,5 @@ def next_logits(
     Returns:
         Logits ``[R, V]`` in float32.
     """
-    run = _llama if hasattr(model, "tok_embeddings") else _gpt2
-    return run(model, tokens, positions, rows, attend).float()
-
-
-def _rotate(x: Float[Tensor, "n h d"], rope: Complex[Tensor, "n half_d"]) -> Float[Tensor, "n h d"]:
-    """Chapter 2's rotation for tokens that are each at a position of their own."""
-    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)).contiguous())
-    return torch.view_as_real(pairs * rope[:, None]).flatten(-2).to(x.dtype)
-
-
-def _llama(model: Any, tokens: Tensor, positions: Tensor, rows: Tensor, attend: Attend) -> Tensor:
-    if model.rope.device != tokens.device:
-        model.rope = model.rope.to(tokens.device)
-    rope, head_dim = model.rope[positions], model.config.head_dim
-    x = model.tok_embeddings(tokens)
-    for i, layer in enumerate(model.layers):
-        a, h = layer.attention, layer.attention_norm(x)
-        q, k, v = (rearrange(w(h), "n (h d) -> n h d", d=head_dim) for w in (a.wq, a.wk, a.wv))
-        x = x + a.wo(attend(i, _rotate(q, rope), _rotate(k, rope), v).flatten(1))
-        x = x + layer.feed_forward(layer.ffn_norm(x))
-    return model.output(model.norm(x[rows]))
-
-
-def _gpt2(model: Any, tokens: Tensor, positions: Tensor, rows: Tensor, attend: Attend) -> Tensor:
-    head_dim = model.config.dim // model.config.n_heads
-    x = model.wte(tokens) + model.wpe(positions)
-    for i, block in enumerate(model.h):
-        qkv = block.attn.c_attn(block.ln_1(x)).chunk(3, dim=-1)
-        q, k, v = (rearrange(part, "n (h d) -> n h d", d=head_dim) for part in qkv)
-        x = x + block.attn.c_proj(attend(i, q, k, v).flatten(1))
-        x = x + block.mlp(block.ln_2(x))
-    return nn.functional.linear(model.ln_f(x[rows]), model.wte.weight)[..., : model.config.vocab_size]
+    x = residual_stream(model, tokens, positions, attend)
+    return head(model, final_norm(model)(x[rows])).float()
