@@ -44,6 +44,8 @@ class Task:
         n_weights: Number of weights of all its matrices: what a model needs at least.
         size_flags: Flags that change the size of the model.
         tokens_per_row: Positions that a row of a batch has in the residual stream.
+        held: Bytes of weights, gradients and optimizer on a rank, and the words for it, where not every weight is
+            trained; None where every one is.
     """
 
     unit: str
@@ -58,6 +60,7 @@ class Task:
     size_flags: tuple[str, ...] = ("--dim", "--n-layers", "--model")
     n_weights: int
     tokens_per_row: int
+    held: tuple[int, str] | None = None
 
     def __init__(self, options: Options):
         self.options, self.dtype = options, DTYPES[options.precision]
@@ -74,6 +77,10 @@ class Task:
 
     def new_model(self) -> nn.Module:
         raise NotImplementedError
+
+    def new_loss(self, device: torch.device) -> "Loss":
+        """The model on its device, as a module that returns its loss."""
+        return Loss(self, device)
 
     def fast_path(self, device: torch.device) -> fast.Path:
         # a layer that ranks divide has its own forward
