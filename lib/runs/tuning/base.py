@@ -15,7 +15,6 @@ from lib.finetuning import LoRALinear, NF4Linear, add_lora, nf4_dequantize
 from lib.given.models.hidden import is_llama
 from lib.runs.engine import export
 from lib.runs.engine.export import as_text, tokenizer_for_transformers
-from lib.runs.flags import UsageError
 from lib.runs.memory import check_need
 from lib.runs.serving import models
 from lib.runs.serving.text import FileTokenizer
@@ -159,8 +158,11 @@ def adapt(base: Base, is_quantized: bool, r: int, alpha: float, targets: Iterabl
                 if isinstance(layer, nn.Linear) and name in TARGETS[is_llama(model)]:
                     setattr(part, name, NF4Linear(layer))
     add_lora(model, r, alpha, targets, dropout)
-    for parameter in tables(model) if base.is_new else ():
-        parameter.requires_grad_(True)
+    if base.is_new:
+        for parameter in tables(model):
+            parameter.requires_grad_(True)
+        embedding = model.tok_embeddings if is_llama(model) else model.wte  # stays float32, as all that is trained
+        embedding.register_forward_hook(lambda _, args, out: out.to(dtype))
     for parameter in model.parameters():
         if not parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
@@ -259,8 +261,3 @@ def write_tuned(folder: Path, base: Base, dtype: torch.dtype, how: dict[str, Any
         told = {"settings": json.dumps(how)}
         files["adapter.safetensors"] = lambda path: save_file(adapter, os.fspath(path), metadata=told)
     export.write(folder, (tensors, settings), beside=files)
-
-
-def as_usage(flag: str, error: ValueError) -> UsageError:
-    """A chapter's own complaint, after the flag that caused it."""
-    return UsageError(f"{flag}: {error}")

@@ -189,8 +189,8 @@ class TunedLoss(Loss):
         counted = targets != IGNORED
         with self.precision():
             hidden = hidden_states(self.model, tokens, packed_mask(documents), positions)
-        hidden, weight = hidden[counted], output_weight(self.model)
-        return token_log_probs(hidden, weight.to(self.task.dtype) if self.mixes else weight, targets[counted])[0]
+        dtype = self.task.dtype
+        return token_log_probs(hidden[counted].to(dtype), output_weight(self.model).to(dtype), targets[counted])[0]
 
     def answers(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Log-probabilities ``[B, 2]`` of the preferred answer of each pair and of the other one."""
