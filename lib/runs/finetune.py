@@ -18,9 +18,9 @@ from typing import Any
 
 from lib.runs.engine import options as flags
 from lib.runs.engine.loop import main as run
-from lib.runs.flags import Parser, positive, share, whole
+from lib.runs.flags import Parser, fraction, positive, share, whole
 from lib.runs.serve import filled
-from lib.runs.tuning.task import METHODS, TuneOptions, TuneRun, TuneTask
+from lib.runs.tuning.task import METHODS, RANK, TuneOptions, TuneRun, TuneTask
 
 
 class Out(argparse.Action):
@@ -62,10 +62,10 @@ def _add_tuning_flags(parser: Parser) -> None:
     what.add_argument("--out", required=True, type=Path, action=Out, help="folder for all that the run writes")
     what.add_argument("--limit", type=whole(1), help="read no more lines than this")
     what.add_argument("--length", type=whole(2), help="tokens in a row; default: the model's context")
-    what.add_argument("--rank", type=whole(1), default=16, help="of the adapters")
+    what.add_argument("--rank", type=whole(1), help=f"of the adapters; default: {RANK}")
     what.add_argument("--alpha", type=positive, help="size of the adapters' update; default: twice --rank")
     what.add_argument("--targets", type=filled, help="layers with adapters, with commas; default: all of the blocks")
-    what.add_argument("--dropout", type=share, default=0.0, help="on the way into an adapter")
+    what.add_argument("--dropout", type=fraction, help="on the way into an adapter; default: none")
     what.add_argument("--dpo-trains", choices=("full", "lora", "qlora"), default="lora", help="with --method dpo")
     what.add_argument("--beta", type=positive, default=0.1, help="of dpo")
     what.add_argument("--label-smoothing", type=share, default=0.0, help="of dpo: share of pairs labelled wrongly")

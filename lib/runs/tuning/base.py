@@ -79,10 +79,10 @@ def open_base(name: str, seed: int) -> Base:
     if is_llama(model) and (settings or {}).get("tie_word_embeddings"):
         is_tied, model.output.weight = True, model.tok_embeddings.weight
     if served.template is not None and isinstance(served.tokenizer, FileTokenizer):
-        template = FolderTemplate(served.template, served.tokenizer.encode_rendered)
+        own = FolderTemplate(served.template, served.tokenizer.encode_rendered)
         files = {each: _copy_of(folder / each) for each in COPIED if (folder / each).is_file()}
-        return Base(model, template, settings, files, is_tied=is_tied)
-    return _with_markers(Base(model, None, settings, {}, is_tied=is_tied), folder, seed)  # type: ignore[arg-type]
+        return Base(model, own, settings, files, is_tied=is_tied)
+    return _with_markers(model, settings, is_tied, folder, seed)
 
 
 def _copy_of(path: Path) -> Callable[[Path], Any]:
@@ -90,21 +90,21 @@ def _copy_of(path: Path) -> Callable[[Path], Any]:
     return lambda to: to.write_bytes(contents)
 
 
-def _with_markers(base: Base, folder: Path, seed: int) -> Base:
-    places = [place / "tokenizer.json" for place in (folder, folder.parent)][: 1 if base.settings else 2]
+def _with_markers(model: Any, settings: dict[str, Any] | None, is_tied: bool, folder: Path, seed: int) -> Base:
+    """A model without a template of its own gets chapter 28's."""
+    places = [place / "tokenizer.json" for place in (folder, folder.parent)][: 1 if settings else 2]
     found = next((path for path in places if path.is_file()), None)
     contents = read_tokenizer(found) if found and folder.is_dir() else tokenizer_for_transformers(())
     known = {token["content"] for token in contents.get("added_tokens") or ()}
     special = add_markers(contents)
-    grow(base.model, 1 + max(special.values()), seed, base.is_tied)
+    grow(model, 1 + max(special.values()), seed, is_tied)
     kind = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": MARKERS["bos"]}
     kind |= {"eos_token": MARKERS["assistant_end"], "chat_template": JINJA}
-    texts = {"tokenizer.json": contents, "tokenizer_config.json": kind}
-    base.template = BookTemplate(ordinary(contents), special)
-    base.files = {name: as_text(content, ensure_ascii=False) for name, content in texts.items()}
-    base.ends = {"bos_token_id": special["bos"], "eos_token_id": special["assistant_end"]}
-    base.is_new = not set(MARKERS.values()) <= known
-    return base
+    texts: dict[str, Any] = {"tokenizer.json": contents, "tokenizer_config.json": kind}
+    files = {name: as_text(content, ensure_ascii=False) for name, content in texts.items()}
+    ends = {"bos_token_id": special["bos"], "eos_token_id": special["assistant_end"]}
+    is_new = not set(MARKERS.values()) <= known
+    return Base(model, BookTemplate(ordinary(contents), special), settings, files, ends, is_new, is_tied)
 
 
 @torch.no_grad()
@@ -218,7 +218,7 @@ def merged(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
 
 def _plain(layer: Any, dtype: torch.dtype) -> nn.Linear:
     """A linear layer that computes what an adapter and its base do, in float32; the layer itself stays as it is."""
-    base = layer.base if isinstance(layer, LoRALinear) else layer
+    base: Any = layer.base if isinstance(layer, LoRALinear) else layer
     plain = nn.Linear(base.in_features, base.out_features, bias=base.bias is not None, device=_device(base))
     shape = (base.out_features, base.in_features)
     weight = nf4_dequantize(base.packed, base.absmax, shape) if isinstance(base, NF4Linear) else base.weight
@@ -226,8 +226,9 @@ def _plain(layer: Any, dtype: torch.dtype) -> nn.Linear:
     if base.bias is not None:
         plain.bias.copy_(base.bias)
     if isinstance(layer, LoRALinear):
-        alone = LoRALinear(plain, len(layer.lora_A), 1.0)
-        alone.lora_A, alone.lora_B, alone.scaling = layer.lora_A, layer.lora_B, layer.scaling
+        adapter: Any = layer
+        alone: Any = LoRALinear(plain, len(adapter.lora_A), 1.0)
+        alone.lora_A, alone.lora_B, alone.scaling = adapter.lora_A, adapter.lora_B, adapter.scaling
         alone.merge()
     return plain
 

@@ -150,14 +150,15 @@ class Rows:
         inputs: ``[N, 3, T]``, int32: tokens, documents and positions, as ``pack_conversations`` makes them.
             The documents of pair i are 2 i, the preferred answer, and 2 i + 1.
         targets: ``[N, T]``, int32.
-        seen: Positions that hold a token, and all targets, for the words of a run.
         n: Rows to train on; the first ones.
+        n_short: Lines that do not fit into a row, of which a conversation was cut, and a pair left out.
         n_held_out: Rows behind them, which are not trained on.
     """
 
     inputs: Tensor
     targets: Tensor
     n: int
+    n_short: int = 0
     n_held_out: int = 0
     n_test: int = 0
     codec: None = None
@@ -199,14 +200,14 @@ def make_rows(path: Path, lines: list[Line], template: Template, length: int, se
         UsageError: the template refuses a line, which is named, or nothing fits.
     """
     order = torch.randperm(len(lines), generator=torch.Generator().manual_seed(seed % 2**63)).tolist()
+    found = [_rendered(path, lines[i], template) for i in order]
+    n_short = sum(sum(len(ids) - 1 for ids, _ in talks) > length for talks in found)
     parts: Iterator[Shape]
     if pairs:
-        parts = (_pair_row(i, _rendered(path, lines[i], template), length) for i in order)
+        parts = (_pair_row(pair, length) for pair in found)
     else:
-        parts = (
-            pack_conversations([_rendered(path, lines[i], template)[0] for i in order[k : k + TOGETHER]], length)
-            for k in range(0, len(order), TOGETHER)
-        )
+        starts = range(0, len(found), TOGETHER)
+        parts = (pack_conversations([talk for (talk,) in found[k : k + TOGETHER]], length) for k in starts)
     kept = [part for part in parts if len(part["inputs"])]
     if not kept:
         what = "no pair of conversations fits" if pairs else "no conversation has an answer that begins within"
@@ -216,10 +217,10 @@ def make_rows(path: Path, lines: list[Line], template: Template, length: int, se
         numbers = 2 * torch.arange(len(kept), dtype=torch.int32)[:, None]
         rows["documents"] = torch.where(rows["documents"] < 0, -1, rows["documents"] + numbers)
     inputs = torch.stack([rows["inputs"], rows["documents"], rows["positions"]], 1)
-    return Rows(inputs, rows["targets"], len(inputs))
+    return Rows(inputs, rows["targets"], len(inputs), n_short)
 
 
-def _pair_row(i: int, pair: list[tuple[list[int], list[int]]], length: int) -> Shape:
+def _pair_row(pair: list[tuple[list[int], list[int]]], length: int) -> Shape:
     """The two conversations in one row; no row if they do not fit."""
     fits = sum(len(ids) - 1 for ids, _ in pair) <= length
     return pack_conversations(pair if fits else [], length)

@@ -32,6 +32,8 @@ from lib.runs.tuning.conversations import IGNORED, make_rows, read_lines
 from lib.speed import training_flops_per_token
 
 METHODS = ("full", "lora", "qlora", "dpo")
+RANK = 16
+"""Of the adapters, unless ``--rank`` says otherwise."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,10 +43,10 @@ class TuneOptions(Options):
     method: str
     dpo_trains: str
     out: Path
-    rank: int
+    rank: int | None
     alpha: float | None
     targets: str | None
-    dropout: float
+    dropout: float | None
     beta: float
     label_smoothing: float
 
@@ -58,6 +60,21 @@ class TuneOptions(Options):
         return self.method == "dpo"
 
 
+def check_tuning(o: TuneOptions) -> None:
+    """Check the flags of fine-tuning against each other.
+
+    Raises:
+        UsageError: one of them would have no effect, or would destroy something.
+    """
+    if o.out.resolve() == Path(o.model).resolve():
+        raise UsageError(f"--out {o.out} is --model, which would be overwritten; expected another folder")
+    for name in ("rank", "alpha", "targets", "dropout") if o.trains == "full" else ():
+        if (value := getattr(o, name)) is not None:
+            raise UsageError(f"--{name} {value}: all weights are trained, without adapters; expected no --{name}")
+    if o.label_smoothing >= 0.5:
+        raise UsageError(f"--label-smoothing {o.label_smoothing}: expected less than 0.5")
+
+
 class TuneTask(Task):
     """A model of chapter 4 or 6 learns the assistant's side of conversations, or which of two answers is preferred."""
 
@@ -67,8 +84,7 @@ class TuneTask(Task):
     def __init__(self, options: TuneOptions):
         super().__init__(options)
         self.dtype = DTYPES[options.precision]
-        if options.out.resolve() == Path(options.model).resolve():
-            raise UsageError(f"--out {options.out} is --model, which would be overwritten; expected another folder")
+        check_tuning(options)
         path = Path(str(options.data))
         lines = read_lines(path, options.is_dpo, options.limit)
         self.base = open_base(options.model, options.seed)
@@ -101,13 +117,15 @@ class TuneTask(Task):
     def _choose_trained(self) -> None:
         o = self.options
         names = tuple(o.targets.split(",")) if o.targets else TARGETS[is_llama(self.base.model)]
-        self.how = {"method": o.method, "trains": o.trains, "rank": o.rank, "alpha": o.alpha or 2.0 * o.rank}
-        self.how |= {"targets": ",".join(names), "dropout": o.dropout, "model": o.model}
+        self.how: dict[str, Any] = {"method": o.method, "trains": o.trains, "model": o.model}
         if o.trains == "full":
             return
+        rank = o.rank or RANK
+        alpha, dropout = o.alpha or 2.0 * rank, o.dropout or 0.0
+        self.how |= {"rank": rank, "alpha": alpha, "targets": ",".join(names), "dropout": dropout}
         torch.manual_seed(o.seed)
         try:
-            adapt(self.base, o.trains == "qlora", o.rank, self.how["alpha"], names, o.dropout, self.dtype)
+            adapt(self.base, o.trains == "qlora", rank, alpha, names, dropout, self.dtype)
         except ValueError as error:
             flag = f"--targets {','.join(names)}" if "has the name" in str(error) else f"--method {o.method}"
             raise UsageError(f"{flag}: {error}") from None
@@ -203,7 +221,8 @@ class TunedLoss(Loss):
         """Sums over the pairs: the loss, the margin, and how often the preferred answer has the greater reward."""
         assert self.reference is not None
         now, before, o = self.answers(inputs, targets), self.reference[inputs[:, 1, 0] // 2], self.task.options
-        losses, chosen, rejected = dpo_loss(*now.unbind(1), *before.unbind(1), o.beta, o.label_smoothing)
+        answers = now[:, 0], now[:, 1], before[:, 0], before[:, 1]
+        losses, chosen, rejected = dpo_loss(*answers, beta=o.beta, label_smoothing=o.label_smoothing)
         margin = chosen - rejected
         return torch.stack([losses.sum(), margin.sum(), (margin > 0).float().sum()])
 
@@ -245,9 +264,11 @@ class TuneRun(Run):
     def about(self) -> str:
         """What is trained on, and what that holds."""
         source = self.task.source
+        assert self.task.held
         filled = 1 - source.n_padding / source.inputs[:, 1].numel()
         rows = f"{source.n} {self.task.rows} to train on, {source.n_held_out} held out, {filled:.0%} filled"
-        return f"{rows}, {source.n_targets:,} tokens to learn; {self.task.held[1]}; activations come on top"
+        short = f", {source.n_short} lines cut or left out, too long for a row" if source.n_short else ""
+        return f"{rows}, {source.n_targets:,} tokens to learn{short}; {self.task.held[1]}; activations come on top"
 
     def say(self, text: str) -> None:
         if self.world.rank == 0 and not self.options.quiet:
