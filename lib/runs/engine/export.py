@@ -31,14 +31,23 @@ TIMM = {
 """timm's name of each preset, between ``vit_`` and ``_224``."""
 
 
-def write(folder: Path, exported: Exported, codec: Codec | None = None) -> None:
-    """Write the model and its tokenizer. The files get their names only when all of them are complete."""
+def write(
+    folder: Path, exported: Exported, codec: Codec | None = None, beside: "dict[str, Make] | None" = None
+) -> None:
+    """Write the model and its tokenizer. The files get their names only when all of them are complete.
+
+    Args:
+        folder: Where; it is made.
+        exported: The model.
+        codec: Its tokenizer; None writes none.
+        beside: Further files, by their names.
+    """
     tensors, settings = exported
     if codec is not None and codec.special_tokens:
         settings = settings | dict.fromkeys(("bos_token_id", "eos_token_id"), codec.n_tokens - 1)
     kept = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
     model = {"model.safetensors": lambda path: save_file(kept, path, metadata={"format": "pt"})}
-    _put_in_place(folder, codec, model | {"config.json": _text(settings, indent=2)})
+    _put_in_place(folder, codec, model | {"config.json": as_text(settings, indent=2)} | (beside or {}))
 
 
 def write_tokenizer(folder: Path, codec: Codec | None) -> None:
@@ -66,7 +75,8 @@ def _put_in_place(folder: Path, codec: Codec | None, files: dict[str, Make]) -> 
         os.replace(unfinished, path)
 
 
-def _text(contents: dict[str, Any], **settings: Any) -> Make:
+def as_text(contents: Any, **settings: Any) -> Make:
+    """Writes an object as JSON."""
     text = json.dumps(contents, **settings) + "\n"
     return lambda path: path.write_text(text, encoding="utf-8")
 
@@ -80,7 +90,7 @@ def _tokenizer_files(codec: Codec | None) -> dict[str, Make]:
         TOKENIZER: tokenizer_for_transformers(codec.merges, codec.special_tokens),
         "tokenizer_config.json": kind,
     }
-    return {name: _text(content, ensure_ascii=False) for name, content in contents.items()}
+    return {name: as_text(content, ensure_ascii=False) for name, content in contents.items()}
 
 
 def _n_tokens(path: Path) -> int | None:

@@ -40,7 +40,7 @@ from lib.runs.engine.options import (
 from lib.runs.engine.signals import STATUS, Signals, follow_launcher
 from lib.runs.engine.sources import N_PICTURES
 from lib.runs.engine.strategies import Strategy, make_optimizer, make_strategy
-from lib.runs.engine.tasks import Loss, Task
+from lib.runs.engine.tasks import Task
 from lib.runs.engine.world import World, agree, choose_device, find_world, start_group
 from lib.runs.flags import Parser, UsageError
 from lib.runs.memory import shortage
@@ -50,8 +50,21 @@ BEST = "best"
 """The folder of the best model, inside of the last model's folder."""
 
 
-def main(parser: Parser, kind: type[Task], argv: list[str] | None = None) -> int:
+def main(
+    parser: Parser,
+    kind: type[Task],
+    argv: list[str] | None = None,
+    options_kind: type[Options] = Options,
+    run_kind: "type[Run] | None" = None,
+) -> int:
     """Run, and return the exit status.
+
+    Args:
+        parser: The program's flags.
+        kind: Its task.
+        argv: What was asked for; None takes the command line.
+        options_kind: The class of its options, if it has further ones.
+        run_kind: The class of its run, if it is not `Run`.
 
     Returns:
         0, or 75 if the run was asked to leave early.
@@ -59,8 +72,8 @@ def main(parser: Parser, kind: type[Task], argv: list[str] | None = None) -> int
     """
     group_was_there, status = dist.is_initialized(), 0
     try:
-        options = parse(parser, argv)
-        status = 0 if train(options, kind) else STATUS
+        options = parse(parser, argv, options_kind)
+        status = 0 if train(options, kind, run_kind) else STATUS
     except UsageError as error:
         status = _refuse(parser, str(error))
     except (MemoryError, RuntimeError) as error:
@@ -77,7 +90,7 @@ def _refuse(parser: Parser, text: str) -> int:
     return 2
 
 
-def train(options: Options, kind: type[Task]) -> bool:
+def train(options: Options, kind: type[Task], run_kind: "type[Run] | None" = None) -> bool:
     """Train to the last step, or until the run is asked to leave.
 
     Returns:
@@ -87,16 +100,19 @@ def train(options: Options, kind: type[Task]) -> bool:
         UsageError: the request is wrong; in this case nothing was allocated on a device.
     """
     with ExitStack() as held:
-        return prepare(options, kind, held).go()
+        return prepare(options, kind, held, run_kind).go()
 
 
-def prepare(options: Options, kind: type[Task], held: ExitStack | None = None) -> "Run":
+def prepare(
+    options: Options, kind: type[Task], held: ExitStack | None = None, run_kind: "type[Run] | None" = None
+) -> "Run":
     """Check the request, start the group and build or resume the model.
 
     Args:
         options: Options of the run.
         kind: Its task.
         held: Gets the locks of the folders that the run writes to; None locks nothing.
+        run_kind: The class of what is returned; None is `Run`.
 
     Raises:
         UsageError: the request is wrong; in this case nothing was allocated on a device.
@@ -126,7 +142,7 @@ def prepare(options: Options, kind: type[Task], held: ExitStack | None = None) -
     if held is not None:
         lock_places(options, world.rank, held)
         checkpoints.check_unchanged(options, stamp)
-    return Run(options, task, world, device, run, found is not None)
+    return (run_kind or Run)(options, task, world, device, run, found is not None)
 
 
 def make_task(options: Options, kind: type[Task]) -> Task:
@@ -190,7 +206,7 @@ class Run:
         self.options, self.task, self.world, self.device, self.run = options, task, world, device, run
         self.mesh = Mesh(options, device)
         torch.manual_seed(options.seed)
-        self.strategy: Strategy = make_strategy(options, Loss(task, device), self.mesh)
+        self.strategy: Strategy = make_strategy(options, task.new_loss(device), self.mesh)
         self.optimizer: Optimizer = make_optimizer(options, self.strategy.groups(), device, self.strategy)
         self.scaler: Any = self._scaler()
         self.parameters = list(self.strategy.named().values())

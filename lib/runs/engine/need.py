@@ -31,15 +31,15 @@ def check_memory(task: Task, world: World, device: torch.device) -> None:
     """
     together = world.local_size if device.type == "cpu" else 1
     model = model_bytes(task)
-    n_states = _n_states(task)
+    each = f"each with a gradient and {_n_states(task)} numbers of the optimizer"
     check_need(
         model * together,
         device,
-        f"{_asked(task)} has {task.n_weights:,} weights, each with a gradient and {n_states} numbers of the optimizer",
+        task.held[1] if task.held else f"{_asked(task)} has {task.n_weights:,} weights, {each}",
         [*task.size_flags, "more --shard"],
     )
     rows = _micro_batch(task)
-    side = "--length" if task.unit == "token" else "--image-size"
+    side = "--image-size" if task.unit == "image" else "--length"
     check_need(
         (model + stream_bytes(task)) * together,
         device,
@@ -58,6 +58,8 @@ def model_bytes(task: Task) -> int:
     """Weights, gradients and the optimizer's state of this rank in float32;
     at first each rank makes the whole model.
     """
+    if task.held:
+        return task.held[0]
     o = task.options
     n_ranks = o.shard * o.tensor * o.pipeline * o.expert if o.is_parallel else 1  # type: ignore[operator]
     return max(4 * task.n_weights, 4 * (2 + _n_states(task)) * task.n_weights // n_ranks)

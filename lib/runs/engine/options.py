@@ -363,8 +363,13 @@ def add_size_flags(parser: Parser) -> argparse._ArgumentGroup:
     return sizes
 
 
-def parse(parser: Parser, argv: list[str] | None) -> Options:
+def parse(parser: Parser, argv: list[str] | None, kind: type[Options] = Options) -> Options:
     """The options, with every default filled in that follows from other flags.
+
+    Args:
+        parser: The program's flags.
+        argv: What was asked for; None takes the command line.
+        kind: The class of the options, which may have further fields.
 
     Raises:
         UsageError: a flag is wrong, or two flags exclude each other.
@@ -375,9 +380,9 @@ def parse(parser: Parser, argv: list[str] | None) -> Options:
             f"--held-out {given['held_out']:g}: --data {given['data']} has a test split of its own, "
             "which is held out; expected no --held-out"
         )
-    known = {field.name for field in fields(Options)}
-    options = Options(**{name: value for name, value in given.items() if name in known})
-    return check_flags(Options(**{**vars(options), **_resolved(options)}))
+    known = {field.name for field in fields(kind)}
+    options = kind(**{name: value for name, value in given.items() if name in known})
+    return check_flags(kind(**{**vars(options), **_resolved(options)}))
 
 
 def _resolved(o: Options) -> dict[str, Any]:

@@ -84,7 +84,7 @@ class Strategy:
 
     def named(self) -> dict[str, nn.Parameter]:
         """The parameters that this rank trains, by name."""
-        return dict(self.model.named_parameters())
+        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
     def groups(self) -> list[dict[str, Any]]:
         """Parameter groups for an optimizer.

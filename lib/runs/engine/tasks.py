@@ -45,6 +45,8 @@ class Task:
         size_flags: Flags that change the size of the model.
         tokens_per_row: Positions that a row of a batch has in the residual stream.
         questions: What the model is asked while it trains, by task.
+        held: Bytes of weights, gradients and optimizer on a rank, and the words for it, where not every weight is
+            trained; None where every one is.
     """
 
     unit: str
@@ -60,6 +62,7 @@ class Task:
     n_weights: int
     tokens_per_row: int
     questions: dict[str, list[dict[str, Any]]]
+    held: tuple[int, str] | None = None
 
     def __init__(self, options: Options):
         self.options, self.dtype = options, DTYPES[options.precision]
@@ -76,6 +79,10 @@ class Task:
 
     def new_model(self) -> nn.Module:
         raise NotImplementedError
+
+    def new_loss(self, device: torch.device) -> "Loss":
+        """The model on its device, as a module that returns its loss."""
+        return Loss(self, device)
 
     def fast_path(self, device: torch.device) -> fast.Path:
         # a layer that ranks divide has its own forward

@@ -41,15 +41,19 @@ class ChatTemplate:
             raise ValueError(f"{error} (line {getattr(error, 'lineno', '?')})") from None
         self.tokens = tokens
 
-    def render(self, messages: list[dict[str, str]]) -> str:
-        """The text of a conversation up to where the assistant's answer begins.
+    def render(self, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """The text of a conversation, by default up to where the assistant's next answer begins.
 
         Raises:
             ApiError: the template refuses these messages, or fails on them.
         """
         try:
             return self.template.render(
-                messages=messages, tools=None, documents=None, add_generation_prompt=True, **self.tokens
+                messages=messages,
+                tools=None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **self.tokens,
             )
         except TemplateRefuses as error:
             why = f"the model's chat template refuses them: {error}"
