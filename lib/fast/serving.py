@@ -33,11 +33,13 @@ class InFlight:
         rows: The row of each request that gets a token.
         places: Where each of these tokens belongs among the request's tokens.
         tokens: One a row, on the host once ``done`` has been reached.
+        notes: What a subclass of `Runner` keeps of the step, in the same way.
     """
 
     rows: dict[Progress, int] = field(default_factory=dict)
     places: dict[Progress, int] = field(default_factory=dict)
     tokens: Tensor | None = None
+    notes: Any = None
     done: Any = None
 
     def read(self) -> list[int]:
@@ -145,8 +147,7 @@ class Runner:
         wanted = [chunk.progress if chunk.completes else None for chunk in order]
         tokens = sample_rows(logits, wanted)
         self.steps.sampled[: len(tokens)] = tokens
-        flight.tokens = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=tokens.is_cuda)
-        flight.tokens.copy_(tokens, non_blocking=True)
+        flight.tokens, flight.notes = to_host(tokens), self.note(logits, wanted, tokens)
         if tokens.is_cuda:
             flight.done = torch.cuda.Event()
             flight.done.record()
@@ -156,6 +157,13 @@ class Runner:
             self.scheduler.advance(chunk, None if progress is None else UNKNOWN)
         return flight
 
+    def note(self, logits: Tensor, wanted: list[Progress | None], tokens: Tensor) -> Any:
+        """What a subclass keeps of a step beside its tokens; the host may read it when it reads these."""
+
+    def told(self, progress: Progress, flight: InFlight, token: int) -> Any:
+        """The form in which ``step_ahead`` returns a new token: its number, unless a subclass says more."""
+        return token
+
     def _collect(self, flight: InFlight) -> list[tuple[Request, Any]]:
         """Wait for a step, and give its requests their tokens."""
         new: list[tuple[Request, Any]] = []
@@ -164,7 +172,7 @@ class Runner:
             request, token = progress.request, tokens[row]
             progress.tokens[flight.places[progress]] = token
             fault = ArithmeticError("the model's scores of the next token are not finite")
-            new.append((request, fault if token == NOT_FINITE else token))
+            new.append((request, fault if token == NOT_FINITE else self.told(progress, flight, token)))
             if token in (NOT_FINITE, request.eos_id):  # the step that is in flight does not know this yet
                 self.scheduler.cancel(request)
                 self._flight.rows.pop(progress, None)
@@ -264,6 +272,11 @@ class Runner:
         slots = self.cache.find_slots(sequence, start, start + n_tokens)
         self.cache.lengths[sequence] = [start + n_tokens] * len(self.cache.keys)
         return torch.tensor(slots, dtype=torch.int64)
+
+
+def to_host(x: Tensor) -> Tensor:
+    """A tensor on its way to the host, which must not read it before the device has written it."""
+    return torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda).copy_(x, non_blocking=True)
 
 
 def _sent(x: Tensor, device: torch.device) -> Tensor:

@@ -4,9 +4,7 @@ and a page to try them.
 
 import asyncio
 import hmac
-import json
 import time
-import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -19,12 +17,13 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from lib.given.models.serving import Request as Prompt
 from lib.runs.serving.chat import ChatTemplate
 from lib.runs.serving.metrics import Metrics
 from lib.runs.serving.schema import ApiError, Asked, AskedChat, AskedCompletion, parse, shorter, shown
 from lib.runs.serving.text import Answer, Characters, Tokenizer
-from lib.runs.serving.worker import AnswerFailed, EngineFailed, EngineUnhealthy, Job, Piece, QueueFull, Worker
+from lib.runs.serving.wanted import Wanted
+from lib.runs.serving.worker import AnswerFailed, EngineFailed, Job, QueueFull, Worker
+from lib.runs.serving.writers import ChatWriter, Writer, failed
 
 MAX_BODY_BYTES, RETRY_AFTER_S, CLIENT_LEFT = 16 * 2**20, 1, 499
 BODY_S = 30.0  # from a request's head to the end of its body
@@ -105,7 +104,7 @@ class Service:
         Raises:
             ApiError: a prompt is wrong, or does not fit into the context.
         """
-        requests, echoes = [], []
+        requests, echoes = list[Any](), list[str]()
         for tokens, echo in self.prompts(asked):
             room = self.context_len - len(tokens)
             n_new = asked.n_new(room)
@@ -120,7 +119,8 @@ class Service:
                 temperature = 1.0 if asked.temperature is None else asked.temperature
                 temperature = temperature if temperature >= COLDEST else 0.0
                 seed = None if asked.seed is None else (asked.seed + i) % 2**63
-                requests.append(Prompt(tokens, n_new, temperature, seed, top_k=asked.top_k, top_p=asked.top_p))
+                limits = {"top_k": asked.top_k, "top_p": asked.top_p}
+                requests.append(Wanted(tokens, n_new, temperature, seed, **limits, n_top=asked.n_top))
                 echoes.append(echo)
         answers = [Answer(Characters(self.tokenizer.decode, r.tokens), asked.stop) for r in requests]
         return Job(requests, answers, frozenset() if asked.ignore_eos else self.tokenizer.end_ids), echoes
@@ -200,8 +200,8 @@ def _add_routes(app: FastAPI, service: Service) -> None:
 
     @app.get("/health")
     async def health() -> Response:
-        if failed := service.worker.error or service.worker.unhealthy:
-            raise _failed(failed)
+        if fault := service.worker.error or service.worker.unhealthy:
+            raise failed(fault)
         return JSONResponse({"status": "ok"})
 
     @app.get("/metrics")
@@ -231,7 +231,7 @@ async def _read_body(http: Request) -> bytes:
 
 async def _complete(http: Request, service: Service, asked: Asked) -> Response:
     service.check_model(asked.model)
-    writer = (ChatWriter if isinstance(asked, AskedChat) else Writer)(service.name, asked)
+    writer = (ChatWriter if isinstance(asked, AskedChat) else Writer)(service.name, service.tokenizer, asked)
     job, echoes = await run_in_threadpool(service.prepare, asked)
     try:
         await _submit(service.worker, job, asked.n or 1)
@@ -243,7 +243,7 @@ async def _complete(http: Request, service: Service, asked: Asked) -> Response:
             pieces.append(await _unless_gone(http, job.next()))
         return JSONResponse(writer.whole(job, echoes, pieces))
     except (EngineFailed, AnswerFailed) as error:
-        raise _failed(error) from None
+        raise failed(error) from None
     except BaseException:
         service.worker.cancel(job)
         raise
@@ -287,13 +287,6 @@ async def _gone(http: Request) -> None:
         pass
 
 
-def _failed(error: EngineFailed | AnswerFailed) -> ApiError:
-    if isinstance(error, EngineUnhealthy):
-        return ApiError(503, str(error), code="engine_unhealthy", kind="server_error")
-    code = "engine_failed" if isinstance(error, EngineFailed) else "failed"
-    return ApiError(500, str(error), code=code, kind="server_error")
-
-
 async def _as_json(http: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):  # no such page, no such method
         text = f"{http.method} {http.url.path}: {error.detail}"
@@ -304,92 +297,6 @@ async def _as_json(http: Request, error: Exception) -> Response:
             500, f"this request failed: {type(error).__name__}: {error}", code="failed", kind="server_error"
         )
     return JSONResponse(error.body, error.status, headers=error.headers)
-
-
-class Writer:
-    """Writes completions in the interface's form.
-
-    Args:
-        model: Its name.
-        asked: The request.
-    """
-
-    prefix, whole_name, part_name = "cmpl", "text_completion", "text_completion"
-
-    def __init__(self, model: str, asked: Asked) -> None:
-        self.asked = asked
-        name = self.part_name if asked.stream else self.whole_name
-        self.head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "object": name, "created": int(time.time())}
-        self.head |= {"model": model}
-
-    def whole(self, job: Job, echoes: list[str], pieces: list[Piece]) -> dict[str, Any]:
-        """All answers at once."""
-        texts = [_completed(text, job, i) for i, text in enumerate(echoes)]
-        reasons = [""] * len(echoes)
-        for piece in pieces:
-            texts[piece.index] += piece.text
-            reasons[piece.index] = piece.finish_reason or ""
-        choices = [self._choice(i, text, reason) for i, (text, reason) in enumerate(zip(texts, reasons, strict=True))]
-        return self.head | {"choices": choices, "usage": self._usage(job)}
-
-    async def events(self, job: Job, echoes: list[str], piece: Piece) -> AsyncIterator[str]:
-        """The answers as server-sent events, beginning with a first piece."""
-        n_open, told = len(echoes), set[int]()
-        while True:
-            if piece.text or piece.finish_reason:
-                is_first = piece.index not in told
-                echo = _completed(echoes[piece.index], job, piece.index) if is_first else ""
-                told.add(piece.index)
-                yield self._event([self._part(piece.index, echo + piece.text, piece.finish_reason, is_first)])
-            n_open -= piece.finish_reason is not None
-            if n_open == 0:
-                break
-            try:
-                piece = await job.next()
-            except (EngineFailed, AnswerFailed) as error:  # the HTTP status was sent already
-                yield f"data: {json.dumps(_failed(error).body)}\n\n"
-                return
-        if self._counts:
-            yield self._event([], self._usage(job))
-        yield "data: [DONE]\n\n"
-
-    @property
-    def _counts(self) -> bool:
-        return bool(self.asked.stream_options and self.asked.stream_options.include_usage)
-
-    def _event(self, choices: list[dict[str, Any]], usage: dict[str, int] | None = None) -> str:
-        counted = {"usage": usage} if self._counts else {}
-        return f"data: {json.dumps(self.head | {'choices': choices} | counted)}\n\n"
-
-    def _choice(self, index: int, text: str, reason: str | None) -> dict[str, Any]:
-        return {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
-
-    def _part(self, index: int, text: str, reason: str | None, is_first: bool) -> dict[str, Any]:
-        return self._choice(index, text, reason)
-
-    def _usage(self, job: Job) -> dict[str, int]:
-        n_choices = self.asked.n or 1
-        n_prompt, n_new = sum(len(request.tokens) for request in job.requests[::n_choices]), sum(job.n_tokens)
-        return {"prompt_tokens": n_prompt, "completion_tokens": n_new, "total_tokens": n_prompt + n_new}
-
-
-class ChatWriter(Writer):
-    """Writes answers as an assistant's messages."""
-
-    prefix, whole_name, part_name = "chatcmpl", "chat.completion", "chat.completion.chunk"
-
-    def _choice(self, index: int, text: str, reason: str | None) -> dict[str, Any]:
-        message = {"role": "assistant", "content": text, "refusal": None}
-        return {"index": index, "message": message, "logprobs": None, "finish_reason": reason}
-
-    def _part(self, index: int, text: str, reason: str | None, is_first: bool) -> dict[str, Any]:
-        delta = ({"role": "assistant"} if is_first else {}) | {"content": text}
-        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
-
-
-def _completed(echo: str, job: Job, index: int) -> str:
-    """The text of a prompt up to where the answer's begins, which may complete the prompt's last character."""
-    return echo[: len(echo) - job.answers[index].characters.n_replaced]
 
 
 class EventStream(StreamingResponse):

@@ -10,7 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lib.fast.parts.sample import score_rows
+from lib.fast.serving import InFlight, to_host
 from lib.given.models.serving import Chunk, Progress, Request
+from lib.runs.serving.wanted import drawn, n_top_of
 from lib.serving import Engine, PrefixTree, Scheduler
 
 
@@ -31,13 +34,14 @@ class PrefixEngine(Engine):
         self.tree, self.on_found = PrefixTree(scheduler.block_size), on_found
         self.acquired: dict[Progress, list[int]] = {}
         self.without_scores: set[Request] = set()
+        self.scores: dict[Request, Tensor] = {}  # the logits of this step's requests that want them
         self.in_step: list[Progress] | None = None  # those that take part in this step, once it is known
 
     def step(self) -> list[tuple[Request, Any]]:
-        """As ``Engine.step``, but a request for whose next token the model has no scores gets an ``ArithmeticError`` in
-        place of a token.
+        """As ``Engine.step``, but a request that wants scores gets a ``Drawn`` in place of a token, and one for whose
+        next token the model has no scores gets an ``ArithmeticError``.
 
-        Its logits are NaN or infinite, for example after an overflow of float16.
+        The logits of the latter are NaN or infinite, for example after an overflow of float16.
         To draw from them would raise an exception, and on a
         GPU end all work of the process.
         """
@@ -45,8 +49,35 @@ class PrefixEngine(Engine):
         if self.steps is not None:
             return self.step_ahead()
         self.without_scores.clear()
-        fault = ArithmeticError("the model's scores of the next token are not finite")
-        return [(request, fault if request in self.without_scores else token) for request, token in super().step()]
+        self.scores.clear()
+        return [(request, self._told(request, token)) for request, token in super().step()]
+
+    def _told(self, request: Request, token: int) -> Any:
+        if request in self.without_scores:
+            return ArithmeticError("the model's scores of the next token are not finite")
+        if request not in self.scores:
+            return token
+        found = score_rows(self.scores[request][None], torch.tensor([token]), n_top_of(request) or 0)
+        return drawn(token, *(x[0].tolist() for x in found))
+
+    def note(self, logits: Tensor, wanted: list[Progress | None], tokens: Tensor) -> Any:
+        """The scores of the rows whose requests want them: for each request its row among them, and the scores."""
+        asked = {p: row for row, p in enumerate(wanted) if p and n_top_of(p.request) is not None}
+        if not asked:
+            return {}, None
+        rows = torch.tensor(list(asked.values()), pin_memory=logits.is_cuda).to(logits.device, non_blocking=True)
+        n_top = max(n_top_of(progress.request) or 0 for progress in asked)
+        found = score_rows(logits[rows], tokens[rows], n_top)
+        return {progress: i for i, progress in enumerate(asked)}, [to_host(x) for x in found]
+
+    def told(self, progress: Progress, flight: InFlight, token: int) -> Any:
+        """The token, with its scores if the request wants them."""
+        rows, found = flight.notes
+        if progress not in rows:
+            return token
+        logprob, tokens, logprobs = (x[rows[progress]].tolist() for x in found)
+        n = n_top_of(progress.request) or 0
+        return drawn(token, logprob, tokens[:n], logprobs[:n])
 
     def abandon(self) -> list[Request]:
         """After a step that raised an exception: drop the requests that took part in it, and free all of their blocks.
@@ -77,6 +108,8 @@ class PrefixEngine(Engine):
             if not math.isfinite(value):
                 self.without_scores.add(chunk.progress.request)
                 rows[i] = torch.zeros_like(rows[i])
+            if n_top_of(chunk.progress.request) is not None:
+                self.scores[chunk.progress.request] = rows[i].cpu()
         return iter(rows)
 
     def _logits(self, chunks: list[Chunk]) -> tuple[Tensor, list[Chunk]]:

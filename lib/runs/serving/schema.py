@@ -7,6 +7,8 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from lib.runs.serving.wanted import MOST_LIKELY
+
 MAX_STOPS, DEFAULT_MAX_TOKENS = 4, 16
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "logit_bias": (None, {}),
@@ -20,11 +22,9 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 Some belong to the interface, and vLLM's load generator adds the others.
 """
-NEUTRAL_COMPLETION: dict[str, tuple[Any, ...]] = {"logprobs": (None,), "suffix": (None, "")}
+NEUTRAL_COMPLETION: dict[str, tuple[Any, ...]] = {"suffix": (None, "")}
 """The same, of ``/v1/completions`` alone."""
 NEUTRAL_CHAT: dict[str, tuple[Any, ...]] = {
-    "logprobs": (None, False),
-    "top_logprobs": (None, 0),
     "tools": (None, []),
     "tool_choice": (None, "none"),
     "parallel_tool_calls": (None, True, False),
@@ -104,6 +104,11 @@ class Asked(BaseModel):
         """Tokens of an answer at most, where the context has room for so many."""
         raise NotImplementedError
 
+    @property
+    def n_top(self) -> int | None:
+        """The likeliest tokens to return beside each of an answer's; None: no scores at all."""
+        raise NotImplementedError
+
 
 class AskedCompletion(Asked):
     """The body of a request to ``/v1/completions``."""
@@ -112,7 +117,7 @@ class AskedCompletion(Asked):
     prompt: Any
     best_of: int | None = Field(None, ge=1)
     echo: bool | None = None
-    logprobs: Any = None
+    logprobs: int | None = Field(None, ge=0, le=MOST_LIKELY)
     suffix: Any = None
 
     @field_validator("prompt")
@@ -137,6 +142,10 @@ class AskedCompletion(Asked):
 
     def n_new(self, room: int) -> int:
         return self.max_tokens or max(1, min(DEFAULT_MAX_TOKENS, room))
+
+    @property
+    def n_top(self) -> int | None:
+        return self.logprobs
 
 
 class Message(BaseModel):
@@ -171,8 +180,8 @@ class AskedChat(Asked):
     source = "messages"
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
-    logprobs: Any = None
-    top_logprobs: Any = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MOST_LIKELY)
     tools: Any = None
     tool_choice: Any = None
     parallel_tool_calls: Any = None
@@ -188,6 +197,10 @@ class AskedChat(Asked):
 
     def n_new(self, room: int) -> int:
         return self.max_completion_tokens or self.max_tokens or max(1, room)
+
+    @property
+    def n_top(self) -> int | None:
+        return self.top_logprobs or 0 if self.logprobs else None
 
 
 def _neutral(value: Any, accepted: tuple[Any, ...]) -> Any:
@@ -259,9 +272,19 @@ def parse(body: bytes, kind: type[Kind]) -> Kind:
     if isinstance(asked, AskedCompletion) and asked.best_of not in (None, asked.n or 1):
         text = f"best_of: {shown(asked.best_of)} is not n = {asked.n or 1}; not supported by this server"
         raise ApiError(400, text, param="best_of")
-    if asked.stream_options and not asked.stream:
-        raise ApiError(400, "stream_options: only with stream = true", param="stream_options")
+    for name, text in _contradictions(asked):
+        raise ApiError(400, f"{name}: {text}", param=name)
     return asked
+
+
+def _contradictions(asked: Asked) -> Iterator[tuple[str, str]]:
+    """Fields that do not go with others, and why."""
+    if asked.stream_options and not asked.stream:
+        yield "stream_options", "only with stream = true"
+    if isinstance(asked, AskedChat) and asked.top_logprobs and not asked.logprobs:
+        yield "top_logprobs", "only with logprobs = true"
+    if isinstance(asked, AskedCompletion) and asked.echo and asked.logprobs is not None:
+        yield "logprobs", "not with echo = true; this server has no scores of a prompt's tokens"
 
 
 def _first_fault(error: ValidationError) -> ApiError:

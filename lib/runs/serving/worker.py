@@ -8,13 +8,14 @@ import queue
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from lib.given.models.serving import Request
 from lib.runs.serving.metrics import Metrics
 from lib.runs.serving.text import Answer
+from lib.runs.serving.wanted import Drawn
 
 
 class Engine(Protocol):
@@ -34,7 +35,10 @@ class Engine(Protocol):
     def cancel(self, request: Request) -> bool: ...
 
     def step(self) -> list[tuple[Request, Any]]:
-        """The new tokens, each with its request; an exception in place of a token ends only this request."""
+        """The new tokens, each with its request, and as a ``Drawn`` if the request wants scores.
+
+        An exception in place of a token ends only this request.
+        """
 
     def abandon(self) -> list[Request]:
         """After a step that raised: drop the requests that took part in it, free their blocks, and return them."""
@@ -61,6 +65,14 @@ class QueueFull(RuntimeError):
 
 
 @dataclass(frozen=True)
+class Scored:
+    """A token of an answer with its scores, and the character of the answer's text at which it begins."""
+
+    drawn: Drawn
+    offset: int
+
+
+@dataclass(frozen=True)
 class Piece:
     """What a step adds to an answer.
 
@@ -69,12 +81,14 @@ class Piece:
         text: New text, which may be empty.
         n_tokens: Tokens of the answer so far.
         finish_reason: "stop" or "length" if this is the end, else None.
+        scores: Of the tokens of the new text, if the request wants them.
     """
 
     index: int
     text: str
     n_tokens: int
     finish_reason: str | None
+    scores: Sequence[Scored] = ()
 
 
 @dataclass(eq=False)
@@ -86,6 +100,7 @@ class Job:
         answers: The text of each.
         end_ids: Tokens that end an answer.
         n_tokens: Tokens of each answer so far.
+        held: Scores of each answer's tokens whose text is not certain yet.
         arrived: When it came, by ``time.perf_counter``.
         pieces: What the steps add, or the exception that ends all.
     """
@@ -94,16 +109,21 @@ class Job:
     answers: list[Answer]
     end_ids: frozenset[int] = frozenset()
     n_tokens: list[int] = field(init=False)
+    held: list[list[Scored]] = field(init=False)
     arrived: float = field(default_factory=time.perf_counter)
     pieces: asyncio.Queue = field(default_factory=asyncio.Queue)
 
     def __post_init__(self) -> None:
         self.n_tokens = [0] * len(self.requests)
+        self.held = [[] for _ in self.requests]
 
-    def add(self, index: int, token: int) -> Piece:
+    def add(self, index: int, new: int | Drawn) -> Piece:
         """Note a new token of an answer."""
         self.n_tokens[index] += 1
         answer, reason = self.answers[index], None
+        token = new.token if isinstance(new, Drawn) else new
+        if isinstance(new, Drawn) and token not in self.end_ids:
+            self.held[index].append(Scored(new, answer.n_read))
         text = "" if token in self.end_ids else answer.add(token)
         if token in self.end_ids or answer.is_stopped:
             reason = "stop"
@@ -112,7 +132,15 @@ class Job:
         if reason:
             text += answer.finish()
             reason = "stop" if answer.is_stopped else reason
-        return Piece(index, text, self.n_tokens[index], reason)
+        return Piece(index, text, self.n_tokens[index], reason, self._scores(index, bool(reason)))
+
+    def _scores(self, index: int, is_end: bool) -> list[Scored]:
+        """The scores that were held until now: those of the certain text, and at the end all but a stop string's."""
+        answer, held = self.answers[index], self.held[index]
+        takes_all = is_end and not answer.is_stopped
+        found = held[:] if takes_all else [one for one in held if one.offset < answer.n_certain]
+        del held[: len(found)]
+        return found
 
     async def next(self) -> Piece:
         """The next piece of any answer.

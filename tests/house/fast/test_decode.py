@@ -18,6 +18,7 @@ from lib.given.models.serving import Progress, Request
 from lib.llama import Llama, RMSNorm, sample_next
 from lib.rope import apply_rope, precompute_rope
 from lib.runs.serving.prefix import PrefixEngine
+from lib.runs.serving.wanted import Wanted
 from lib.serving import Engine, Scheduler
 
 WHY = "kernels are compiled here; the interpreter runs them where there is no GPU" if HAS_TRITON else NO_TRITON
@@ -224,6 +225,24 @@ def test_scores_that_are_not_finite_end_only_their_request(fast, model):
     (bad,), good = served(engine, [Request([1, 5], 4), Request([1, 2], 3)])
     assert isinstance(bad, ArithmeticError)
     assert good == plainly(model, [Request([1, 2], 3)], Scheduler(16, 16, 4))[0]
+
+
+@pytest.mark.time_limit(120)
+def test_the_fast_way_gives_the_same_scores(fast, model):
+    """Of two requests that want different numbers of likeliest tokens, beside one that wants none."""
+
+    def make():
+        return [Wanted([3, 1, 4], 3, 0.9, 2, n_top=2), Wanted([5], 3, n_top=0), Request([3, 1], 3)]
+
+    plain = PrefixEngine(model, Scheduler(16, 16, 4))
+    plain.steps = None
+    expected = served(plain, make())
+    found = served(PrefixEngine(model, Scheduler(16, 16, 4)), make())
+    assert found[2] == expected[2]
+    for ours, theirs in zip(found[0] + found[1], expected[0] + expected[1], strict=True):
+        assert (ours.token, [token for token, _ in ours.top]) == (theirs.token, [token for token, _ in theirs.top])
+        scores = [ours.logprob, *(value for _, value in ours.top)]
+        assert scores == pytest.approx([theirs.logprob, *(value for _, value in theirs.top)], abs=1e-4)
 
 
 def test_weights_side_by_side_are_the_model_s_own(fast, model):
