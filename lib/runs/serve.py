@@ -188,7 +188,7 @@ def make_service(options: Any) -> Any:
     metrics = Metrics(n_blocks)
     scheduler = Scheduler(options.max_tokens, n_blocks, options.block_size)
     try:
-        engine = PrefixEngine(served.model, scheduler, metrics.found_tokens.inc)
+        engine = PrefixEngine(served.model, scheduler, metrics.found_tokens.inc, metrics.forked_tokens.inc)
     except (MemoryError, RuntimeError) as error:
         why = shortage(error, CACHE_FLAGS, device) or one_line([str(error)])
         text = f"a cache of {n_blocks} blocks of {options.block_size} positions cannot be allocated"

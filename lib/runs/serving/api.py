@@ -104,7 +104,7 @@ class Service:
         Raises:
             ApiError: a prompt is wrong, or does not fit into the context.
         """
-        requests, echoes = list[Any](), list[str]()
+        requests, echoes = list[Wanted](), list[str]()
         for tokens, echo in self.prompts(asked):
             room = self.context_len - len(tokens)
             n_new = asked.n_new(room)
@@ -115,15 +115,24 @@ class Service:
                     f"context of {self.context_len}"
                 )
                 raise ApiError(400, text, param=name, code="context_length_exceeded")
-            for i in range(asked.n or 1):
-                temperature = 1.0 if asked.temperature is None else asked.temperature
-                temperature = temperature if temperature >= COLDEST else 0.0
-                seed = None if asked.seed is None else (asked.seed + i) % 2**63
-                limits = {"top_k": asked.top_k, "top_p": asked.top_p}
-                requests.append(Wanted(tokens, n_new, temperature, seed, **limits, n_top=asked.n_top))
-                echoes.append(echo)
+            requests += self._requests(asked, tokens, n_new)
+            echoes += [echo] * asked.n_answers
         answers = [Answer(Characters(self.tokenizer.decode, r.tokens), asked.stop) for r in requests]
-        return Job(requests, answers, frozenset() if asked.ignore_eos else self.tokenizer.end_ids), echoes
+        return Job([*requests], answers, frozenset() if asked.ignore_eos else self.tokenizer.end_ids), echoes
+
+    def _requests(self, asked: Asked, tokens: list[int], n_new: int) -> list[Wanted]:
+        """A request for each answer to a prompt, with seeds that follow each other; all but the first are its forks."""
+        temperature = 1.0 if asked.temperature is None else asked.temperature
+        temperature = temperature if temperature >= COLDEST else 0.0
+        chooses = asked.n_answers > (asked.n or 1)
+        made = list[Wanted]()
+        for i in range(asked.n_answers):
+            made.append(Wanted(
+                tokens, n_new, temperature, None if asked.seed is None else (asked.seed + i) % 2**63,
+                top_k=asked.top_k, top_p=asked.top_p, first=made[0] if made else None,
+                n_top=0 if chooses and asked.n_top is None else asked.n_top,
+            ))  # fmt: skip
+        return made
 
     def _check_tokens(self, tokens: list[int], source: str) -> None:
         if not tokens:
@@ -234,7 +243,7 @@ async def _complete(http: Request, service: Service, asked: Asked) -> Response:
     writer = (ChatWriter if isinstance(asked, AskedChat) else Writer)(service.name, service.tokenizer, asked)
     job, echoes = await run_in_threadpool(service.prepare, asked)
     try:
-        await _submit(service.worker, job, asked.n or 1)
+        await _submit(service.worker, job, asked)
         first = await _unless_gone(http, job.next())
         if asked.stream:
             return EventStream(writer.events(job, echoes, first), service.worker, job)
@@ -249,9 +258,9 @@ async def _complete(http: Request, service: Service, asked: Asked) -> Response:
         raise
 
 
-async def _submit(worker: Worker, job: Job, n_choices: int) -> None:
+async def _submit(worker: Worker, job: Job, asked: Asked) -> None:
     if len(job.requests) > worker.max_waiting:
-        name = "n" if n_choices > 1 else "prompt"
+        name = "best_of" if asked.n_answers > (asked.n or 1) else "n" if asked.n_answers > 1 else "prompt"
         text = f"{name}: {len(job.requests)} answers are more than the queue of {worker.max_waiting} holds"
         raise ApiError(400, text, param=name)
     try:

@@ -25,6 +25,9 @@ class Metrics:
         self.found_tokens = self._counter(
             "prefix_tokens_found", "Tokens whose keys and values the prefix tree had, instead of computed"
         )
+        self.forked_tokens = self._counter(
+            "prefix_tokens_forked", "Tokens of prompts that further answers share with the first, in forks of its cache"
+        )
         self.generated_tokens = self._counter("generated_tokens", "Tokens generated")
         self.failed_steps = self._counter("failed_steps", "Steps of the engine that failed as a whole")
         self.responses = self._counter(

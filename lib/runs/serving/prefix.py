@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from lib.fast.parts.sample import score_rows
 from lib.fast.serving import InFlight, to_host
 from lib.given.models.serving import Chunk, Progress, Request
-from lib.runs.serving.wanted import drawn, n_top_of
+from lib.llama import sample_next
+from lib.runs.serving.wanted import drawn, first_of, n_top_of
 from lib.serving import Engine, PrefixTree, Scheduler
 
 
@@ -24,14 +25,24 @@ class PrefixEngine(Engine):
     request's blocks as if none were shared. So the blocks of running requests always fit into the pool, and when no
     block is free, the tree holds one that nobody else uses.
 
+    Of several requests with one prompt, only the first is scheduled. Once its prompt is computed, the others begin as
+    forks of its cache, and draw their first token from the same scores.
+
     Args:
         model, scheduler: As for ``Engine``.
         on_found: Called with the number of tokens that a request found in the tree.
+        on_forked: Called with the number of tokens that a fork shares with the first request of its prompt.
+
+    Attributes:
+        held: For each first request the others, until its prompt is computed.
     """
 
-    def __init__(self, model: nn.Module, scheduler: Scheduler, on_found: Callable[[int], None] = lambda n: None):
+    def __init__(self, model: nn.Module, scheduler: Scheduler, on_found: Callable[[int], None] = lambda n: None,
+                 on_forked: Callable[[int], None] = lambda n: None):  # fmt: skip
         super().__init__(model, scheduler)
-        self.tree, self.on_found = PrefixTree(scheduler.block_size), on_found
+        self.tree, self.on_found, self.on_forked = PrefixTree(scheduler.block_size), on_found, on_forked
+        self.held: dict[Request, list[Request]] = {}
+        self.forked: list[tuple[Chunk, Tensor]] = []  # the forks that began in this step, with their first logits
         self.acquired: dict[Progress, list[int]] = {}
         self.without_scores: set[Request] = set()
         self.scores: dict[Request, Tensor] = {}  # the logits of this step's requests that want them
@@ -50,7 +61,41 @@ class PrefixEngine(Engine):
             return self.step_ahead()
         self.without_scores.clear()
         self.scores.clear()
-        return [(request, self._told(request, token)) for request, token in super().step()]
+        self.forked.clear()
+        new = super().step()
+        for chunk, logits in self.forked:
+            token = int(sample_next(logits[None], **chunk.progress.sampling(logits.device)))
+            self.scheduler.advance(chunk, token)
+            new.append((chunk.progress.request, token))
+        self.release()
+        return [(request, self._told(request, token)) for request, token in new]
+
+    def submit(self, request: Request) -> None:
+        """As ``Runner.submit``; a request whose prompt another is about to compute is held until then."""
+        first = self.scheduler.find(first_of(request)) if first_of(request) else None
+        if first is None or len(first.tokens) > len(first.request.tokens):
+            super().submit(request)
+        else:
+            self.held.setdefault(first.request, []).append(request)
+
+    @property
+    def n_held(self) -> int:
+        """Requests that wait for the prompt of another."""
+        return sum(map(len, self.held.values()))
+
+    def cancel(self, request: Request) -> bool:
+        """As ``Runner.cancel``; the forks of a request that leaves early are queued by themselves."""
+        for held in self.held.values():
+            if request in held:
+                held.remove(request)
+                return True
+        found = super().cancel(request)
+        self._queue(self.held.pop(request, []))
+        return found
+
+    def _queue(self, requests: list[Request]) -> None:
+        """Let requests that were held wait at the head of the queue."""
+        self.scheduler.waiting.extendleft(map(Progress, reversed(requests)))
 
     def _told(self, request: Request, token: int) -> Any:
         if request in self.without_scores:
@@ -58,7 +103,8 @@ class PrefixEngine(Engine):
         if request not in self.scores:
             return token
         found = score_rows(self.scores[request][None], torch.tensor([token]), n_top_of(request) or 0)
-        return drawn(token, *(x[0].tolist() for x in found))
+        scores: list[Any] = [x[0].tolist() for x in found]
+        return drawn(token, *scores)
 
     def note(self, logits: Tensor, wanted: list[Progress | None], tokens: Tensor) -> Any:
         """The scores of the rows whose requests want them: for each request its row among them, and the scores."""
@@ -96,21 +142,28 @@ class PrefixEngine(Engine):
                 self.cache.free(self.sequences.pop(progress))
             if progress in self.acquired:
                 self.tree.release(self.acquired.pop(progress))
+        for progress in dropped:
+            self._queue(self.held.pop(progress.request, []))
         self.in_step = None
         self.release()
         return [progress.request for progress in dropped]
 
+    @torch.no_grad()
     def run(self, chunks: list[Chunk]) -> Iterator[Tensor]:
         """The logits, but zeros where the largest is NaN or infinite; the requests of these are noted."""
-        rows = list(super().run(chunks))
-        largest = torch.stack([row.amax() for row in rows]).tolist() if rows else []
-        for i, (chunk, value) in enumerate(zip(chunks, largest, strict=True)):
-            if not math.isfinite(value):
-                self.without_scores.add(chunk.progress.request)
-                rows[i] = torch.zeros_like(rows[i])
-            if n_top_of(chunk.progress.request) is not None:
-                self.scores[chunk.progress.request] = rows[i].cpu()
-        return iter(rows)
+        if not chunks:
+            return iter(())
+        logits, order = self._logits(chunks)
+        rows = {}
+        for row, chunk, largest in zip(logits, order, logits.amax(-1).tolist(), strict=True):
+            request = chunk.progress.request
+            if not math.isfinite(largest):
+                self.without_scores.add(request)
+            rows[chunk.progress] = row if math.isfinite(largest) else torch.zeros_like(row)
+            if n_top_of(request) is not None:
+                self.scores[request] = rows[chunk.progress].cpu()
+        self.forked = [(chunk, rows[chunk.progress]) for chunk in order[len(chunks) :]]
+        return (rows[chunk.progress] for chunk in chunks)
 
     def _logits(self, chunks: list[Chunk]) -> tuple[Tensor, list[Chunk]]:
         """Pass chunks through the model, without the tokens of a new request's first chunk that the tree knows."""
@@ -125,7 +178,33 @@ class PrefixEngine(Engine):
         for progress, n in chunks:
             if n > 1:
                 self._remember(progress)
-        return logits, [whole[chunk.progress] for chunk in order]
+        return self._fork(logits, [whole[chunk.progress] for chunk in order])
+
+    def _fork(self, logits: Tensor, order: list[Chunk]) -> tuple[Tensor, list[Chunk]]:
+        """Start the requests that waited for a prompt which this step has computed: behind the step's own rows comes
+        one for each of them, with the logits of its first.
+        """
+        rows = list[int]()
+        for row, chunk in enumerate(order[:]):
+            held = self.held.pop(chunk.progress.request, []) if chunk.completes else []
+            n_blocks = self.scheduler.blocks_for(len(chunk.progress.tokens))
+            n_rows = len(held) if self.steps is None else len(self.steps.sampled) - len(order)
+            n = max(0, min(len(held), n_rows, self.scheduler.n_free // n_blocks))
+            order += [self._begin_fork(request, chunk.progress, n_blocks) for request in held[:n]]
+            rows += [row] * n
+            self._queue(held[n:])
+        return (torch.cat([logits, logits[rows]]) if rows else logits), order
+
+    def _begin_fork(self, request: Request, first: Progress, n_blocks: int) -> Chunk:
+        made = Progress(request)
+        self.scheduler.running[made] = n_blocks
+        self.sequences[made] = self.cache.fork(self.sequences[first])
+        self.acquired[made] = made.tokens[:-1]
+        self.tree.acquire(self.acquired[made])
+        self.on_forked(len(made.tokens))
+        if self.in_step is not None:
+            self.in_step.append(made)
+        return Chunk(made, len(made.tokens))
 
     def release(self) -> None:
         """Free the blocks of requests that no longer run, after the tree has become a user of the full ones."""
@@ -155,7 +234,9 @@ class PrefixEngine(Engine):
 
     def _extend(self, sequence: int, n_tokens: int) -> Tensor:
         pool, end = self.cache.allocator, self.cache.length_of(sequence) + n_tokens
-        n_needed = self.scheduler.blocks_for(end) - len(self.cache.tables[sequence])
+        table, start = self.cache.tables[sequence], self.cache.length_of(sequence) // self.cache.block_size
+        n_copied = sum(pool.n_users[block] > 1 for block in table[start:])  # of forks: the block that both go on from
+        n_needed = self.scheduler.blocks_for(end) - len(table) + n_copied
         lot = self.cache.n_blocks // 32  # to find the oldest leaf means to look at all, so several go at a time
         while n_needed > pool.n_free and (evicted := evict(self.tree, max(n_needed - pool.n_free, lot))):
             for block in evicted:

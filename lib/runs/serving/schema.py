@@ -105,6 +105,11 @@ class Asked(BaseModel):
         raise NotImplementedError
 
     @property
+    def n_answers(self) -> int:
+        """Answers to each prompt that are computed; the best n of them are returned."""
+        return self.n or 1
+
+    @property
     def n_top(self) -> int | None:
         """The likeliest tokens to return beside each of an answer's; None: no scores at all."""
         raise NotImplementedError
@@ -115,7 +120,7 @@ class AskedCompletion(Asked):
 
     source = "prompt"
     prompt: Any
-    best_of: int | None = Field(None, ge=1)
+    best_of: int | None = Field(None, ge=1, le=128)
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=MOST_LIKELY)
     suffix: Any = None
@@ -142,6 +147,10 @@ class AskedCompletion(Asked):
 
     def n_new(self, room: int) -> int:
         return self.max_tokens or max(1, min(DEFAULT_MAX_TOKENS, room))
+
+    @property
+    def n_answers(self) -> int:
+        return self.best_of or self.n or 1
 
     @property
     def n_top(self) -> int | None:
@@ -269,9 +278,6 @@ def parse(body: bytes, kind: type[Kind]) -> Kind:
         asked = kind.model_validate_json(body)
     except ValidationError as error:
         raise _first_fault(error) from None
-    if isinstance(asked, AskedCompletion) and asked.best_of not in (None, asked.n or 1):
-        text = f"best_of: {shown(asked.best_of)} is not n = {asked.n or 1}; not supported by this server"
-        raise ApiError(400, text, param="best_of")
     for name, text in _contradictions(asked):
         raise ApiError(400, f"{name}: {text}", param=name)
     return asked
@@ -283,6 +289,10 @@ def _contradictions(asked: Asked) -> Iterator[tuple[str, str]]:
         yield "stream_options", "only with stream = true"
     if isinstance(asked, AskedChat) and asked.top_logprobs and not asked.logprobs:
         yield "top_logprobs", "only with logprobs = true"
+    if asked.n_answers < (asked.n or 1):
+        yield "best_of", f"{asked.n_answers} is less than n = {asked.n}, and the best n of so many are returned"
+    if asked.n_answers > (asked.n or 1) and asked.stream:
+        yield "best_of", "not with stream = true: which answers are best is known when all are complete"
     if isinstance(asked, AskedCompletion) and asked.echo and asked.logprobs is not None:
         yield "logprobs", "not with echo = true; this server has no scores of a prompt's tokens"
 

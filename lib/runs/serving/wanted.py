@@ -31,14 +31,21 @@ class Wanted(Request):
 
     Attributes:
         n_top: Each token comes as a ``Drawn`` with so many likeliest tokens; None: as its number alone.
+        first: A request with the same prompt, submitted before this one, which begins as a fork of its cache.
     """
 
     n_top: int | None = field(default=None, kw_only=True)
+    first: Request | None = field(default=None, kw_only=True)
 
 
 def n_top_of(request: Request) -> int | None:
     """How many likeliest tokens a request asks for; None if it wants no scores."""
     return request.n_top if isinstance(request, Wanted) else None
+
+
+def first_of(request: Request) -> Request | None:
+    """The request whose prompt a request shares; None if it has one of its own."""
+    return request.first if isinstance(request, Wanted) else None
 
 
 def drawn(token: int, logprob: float, tokens: list[int], logprobs: list[float]) -> Drawn:

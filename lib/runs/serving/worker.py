@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from lib.given.models.serving import Request
 from lib.runs.serving.metrics import Metrics
 from lib.runs.serving.text import Answer
-from lib.runs.serving.wanted import Drawn
+from lib.runs.serving.wanted import Drawn, first_of
 
 
 class Engine(Protocol):
@@ -23,6 +23,7 @@ class Engine(Protocol):
 
     Attributes:
         scheduler: Has ``waiting``, ``running`` and ``n_free``.
+        n_held: Requests that wait for another's prompt; an engine without forks needs none.
     """
 
     scheduler: Any
@@ -100,6 +101,7 @@ class Job:
         answers: The text of each.
         end_ids: Tokens that end an answer.
         n_tokens: Tokens of each answer so far.
+        logprobs: Sum of the log-probabilities of each answer's tokens, if they come with scores.
         held: Scores of each answer's tokens whose text is not certain yet.
         arrived: When it came, by ``time.perf_counter``.
         pieces: What the steps add, or the exception that ends all.
@@ -109,12 +111,14 @@ class Job:
     answers: list[Answer]
     end_ids: frozenset[int] = frozenset()
     n_tokens: list[int] = field(init=False)
+    logprobs: list[float] = field(init=False)
     held: list[list[Scored]] = field(init=False)
     arrived: float = field(default_factory=time.perf_counter)
     pieces: asyncio.Queue = field(default_factory=asyncio.Queue)
 
     def __post_init__(self) -> None:
         self.n_tokens = [0] * len(self.requests)
+        self.logprobs = [0.0] * len(self.requests)
         self.held = [[] for _ in self.requests]
 
     def add(self, index: int, new: int | Drawn) -> Piece:
@@ -122,8 +126,10 @@ class Job:
         self.n_tokens[index] += 1
         answer, reason = self.answers[index], None
         token = new.token if isinstance(new, Drawn) else new
-        if isinstance(new, Drawn) and token not in self.end_ids:
-            self.held[index].append(Scored(new, answer.n_read))
+        if isinstance(new, Drawn):
+            self.logprobs[index] += new.logprob
+            if token not in self.end_ids:
+                self.held[index].append(Scored(new, answer.n_read))
         text = "" if token in self.end_ids else answer.add(token)
         if token in self.end_ids or answer.is_stopped:
             reason = "stop"
@@ -260,7 +266,7 @@ class Worker:
         try:
             if self.unhealthy:
                 raise self.unhealthy
-            n_waiting = len(self.engine.scheduler.waiting)
+            n_waiting = self._n_waiting
             if n_waiting + len(job.requests) > self.max_waiting:
                 raise QueueFull(f"{n_waiting} requests wait already, and the queue holds {self.max_waiting}")
             for index, request in enumerate(job.requests):
@@ -272,7 +278,7 @@ class Worker:
         except Exception as error:
             self._resolve(job, self._give_up(job, error))
         else:
-            self.metrics.prompt_tokens.inc(sum(len(request.tokens) for request in job.requests))
+            self.metrics.prompt_tokens.inc(sum(len(r.tokens) for r in job.requests if first_of(r) is None))
             self._resolve(job, None)
 
     def _resolve(self, job: Job, error: Exception | None) -> None:
@@ -334,9 +340,13 @@ class Worker:
             if not self._loop.is_closed():
                 raise
 
+    @property
+    def _n_waiting(self) -> int:
+        return len(self.engine.scheduler.waiting) + getattr(self.engine, "n_held", 0)
+
     def _count(self) -> None:
         scheduler = self.engine.scheduler
-        self.metrics.waiting.set(len(scheduler.waiting))
+        self.metrics.waiting.set(self._n_waiting)
         self.metrics.running.set(len(scheduler.running))
         self.metrics.blocks_free.set(scheduler.n_free)
 

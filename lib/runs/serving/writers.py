@@ -43,8 +43,21 @@ class Writer:
             texts[piece.index] += piece.text
             reasons[piece.index] = piece.finish_reason or ""
             scores[piece.index] += piece.scores
-        choices = [self._choice(i, *parts) for i, parts in enumerate(zip(texts, reasons, scores, strict=True))]
+        chosen = enumerate(self._best(job))
+        choices = [self._choice(place, texts[i], reasons[i], scores[i]) for place, i in chosen]
         return self.head | {"choices": choices, "usage": self._usage(job)}
+
+    def _best(self, job: Job) -> list[int]:
+        """The answers to return: of each prompt's those n whose tokens are likeliest on average, best first."""
+        n_made, n = self.asked.n_answers, self.asked.n or 1
+        found = list[int]()
+        for begin in range(0, len(job.requests), n_made):
+            those = range(begin, begin + n_made)
+            if n < n_made:
+                found += sorted(those, key=lambda i: -job.logprobs[i] / job.n_tokens[i])[:n]
+            else:
+                found += those
+        return found
 
     async def events(self, job: Job, echoes: list[str], piece: Piece) -> AsyncIterator[str]:
         """The answers as server-sent events, beginning with a first piece."""
@@ -106,8 +119,8 @@ class Writer:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in found)
 
     def _usage(self, job: Job) -> dict[str, int]:
-        n_choices = self.asked.n or 1
-        n_prompt, n_new = sum(len(request.tokens) for request in job.requests[::n_choices]), sum(job.n_tokens)
+        firsts = job.requests[:: self.asked.n_answers]
+        n_prompt, n_new = sum(len(request.tokens) for request in firsts), sum(job.n_tokens)
         return {"prompt_tokens": n_prompt, "completion_tokens": n_new, "total_tokens": n_prompt + n_new}
 
 

@@ -245,6 +245,20 @@ def test_the_fast_way_gives_the_same_scores(fast, model):
         assert scores == pytest.approx([theirs.logprob, *(value for _, value in theirs.top)], abs=1e-4)
 
 
+@pytest.mark.time_limit(120)
+@pytest.mark.parametrize("n_blocks", [16, 5])
+def test_forks_on_the_fast_way(fast, model, n_blocks):
+    def make():
+        first = Wanted([3, 1, 4, 1, 5], 4, 0.9, 2)
+        return [first, *(Wanted(first.tokens, 4, 0.9, 2 + i, first=first) for i in (1, 2))]
+
+    expected = plainly(model, make(), Scheduler(16, 16, 4))
+    forked = []
+    found = served(PrefixEngine(model, Scheduler(16, n_blocks, 4), on_forked=forked.append), make())
+    assert found == expected
+    assert forked == [5] * (2 if n_blocks == 16 else 1)
+
+
 def test_weights_side_by_side_are_the_model_s_own(fast, model):
     before = {name: w.clone() for name, w in model.state_dict().items()}
     engine = PrefixEngine(model, Scheduler(16, 8, 4))

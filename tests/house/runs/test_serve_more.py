@@ -9,8 +9,9 @@ from lib.runs.serving import models
 from lib.runs.serving.chat import ChatTemplate
 from lib.runs.serving.prefix import PrefixEngine
 from lib.runs.serving.text import ByteTokenizer, FileTokenizer
-from lib.serving import Scheduler
-from tests.house.runs.test_serve import SPOKEN, Threaded, client, make_tokenizer, reciting, running
+from lib.runs.serving.wanted import Wanted
+from lib.serving import Scheduler, generate_many
+from tests.house.runs.test_serve import SPOKEN, Threaded, client, make_tokenizer, metric, reciting, running, users_of
 from tests.house.runs.test_serve_chat import PLAIN
 
 pytestmark = [pytest.mark.slow, pytest.mark.time_limit(200)]
@@ -115,3 +116,81 @@ def test_the_bytes_of_a_file_s_tokens_are_their_text_s(tmp_path):
     other = FileTokenizer(str(tmp_path / "other.json"))
     assert [other.bytes_of(i) for i in range(5)] == [b" a", b"\xc3", b"\xa9", b"<s>", b""]
     assert ByteTokenizer().bytes_of(200) == b"\xc8"
+
+
+# ---- several answers -------------------------------------------------------------------------------------------------
+
+
+def rounds(engine, requests, cancel=None):
+    """The tokens of requests that were submitted together; ``cancel`` after the first step."""
+    for request in requests:
+        engine.submit(request)
+    found, n_steps = {request: [] for request in requests}, 0
+    while engine.is_busy:
+        for request, token in engine.step():
+            found[request].append(token)
+        assert engine.cache.allocator.n_users == users_of(engine)
+        n_steps += 1
+        if cancel and n_steps == 1:
+            assert engine.cancel(cancel)
+    assert engine.sequences == engine.acquired == engine.held == engine.cache.tables == {}
+    return list(found.values())
+
+
+def of_one_prompt(n, n_new=7, **more):
+    first = Wanted(list(b"No other test asks so"), n_new, 0.9, 5, **more)
+    return [first, *(Wanted(first.tokens, n_new, 0.9, 5 + i, first=first, **more) for i in range(1, n))]
+
+
+@pytest.mark.parametrize(("n_blocks", "max_tokens"), [(60, 64), (9, 64), (60, 5), (13, 8)])
+def test_answers_to_one_prompt_are_forks_and_each_is_its_seed_s(tiny, n_blocks, max_tokens):
+    """With room the prompt is computed once, for all; without room some wait, and are the same all the same."""
+    passed, forked = [], []
+    engine = PrefixEngine(tiny, Scheduler(max_tokens, n_blocks, 4), on_forked=forked.append)
+    tiny.tok_embeddings.register_forward_hook(lambda module, args, out: passed.append(args[0].numel()))
+    try:
+        found = rounds(engine, of_one_prompt(4))
+    finally:
+        tiny.tok_embeddings._forward_hooks.clear()
+    alone = [[t for _, t in generate_many(tiny, [r], Scheduler(64, 60, 4))] for r in of_one_prompt(4)]
+    assert found == alone
+    assert len({tuple(tokens) for tokens in found}) > 1
+    if n_blocks == 60:
+        assert forked == [21] * 3
+        assert sum(passed) == 21 + 4 * 6  # the last token of an answer is not passed through the model
+
+
+def test_a_first_answer_that_leaves_does_not_take_the_others_along(tiny):
+    requests = of_one_prompt(3)
+    engine = PrefixEngine(tiny, Scheduler(8, 60, 4))  # three steps for the prompt
+    found = rounds(engine, requests, cancel=requests[0])
+    assert found[0] == []
+    assert found[1:] == [[t for _, t in generate_many(tiny, [r], Scheduler(64, 60, 4))] for r in requests[1:]]
+
+
+def test_the_forks_of_a_last_token_are_all_there_is(tiny):
+    found = rounds(PrefixEngine(tiny, Scheduler(64, 60, 4)), of_one_prompt(3, n_new=1))
+    assert [len(tokens) for tokens in found] == [1, 1, 1]
+
+
+def test_a_prompt_is_counted_once_and_its_answers_are_those_of_seeds_in_a_row(server):
+    asked = ASKED | {"prompt": "Nobody else says this"}
+    before = {name: metric(server, name) for name in ("prompt_tokens_total", "prefix_tokens_forked_total")}
+    several = client(server).completions.create(**asked, n=3)
+    assert metric(server, "prompt_tokens_total") - before["prompt_tokens_total"] == 21
+    assert several.usage.model_dump()["prompt_tokens"] == 21
+    assert several.usage.completion_tokens == 36
+    alone = [client(server).completions.create(**asked | {"seed": 3 + i}).choices[0].text for i in range(3)]
+    assert [choice.text for choice in several.choices] == alone
+    assert [choice.index for choice in several.choices] == [0, 1, 2]
+
+
+def test_best_of_returns_the_likeliest_answers_and_counts_all(server):
+    asked = ASKED | {"temperature": 1.5, "prompt": ["The ", "an"]}
+    every = client(server).completions.create(**asked, n=5, logprobs=0)
+    means = [sum(c.logprobs.token_logprobs) / len(c.logprobs.tokens) for c in every.choices]
+    best = [sorted(range(at, at + 5), key=lambda i: -means[i])[:2] for at in (0, 5)]
+    found = client(server).completions.create(**asked, n=2, best_of=5)
+    assert [c.text for c in found.choices] == [every.choices[i].text for those in best for i in those]
+    assert [(c.index, c.logprobs) for c in found.choices] == [(i, None) for i in range(4)]
+    assert found.usage == every.usage
