@@ -11,6 +11,7 @@ signal ends it at once.
 import argparse
 import importlib.util
 import ipaddress
+import logging
 import os
 import socket
 import sys
@@ -84,7 +85,10 @@ def make_parser() -> Parser:
     )
     http.add_argument("--grace", type=positive, default=120.0, help="seconds after SIGTERM for what has begun")
     load = parser.add_argument_group("load")
-    load.add_argument("--queue", type=whole(1), default=256, help="requests that may wait for room in the cache")
+    load.add_argument(
+        "--max-queue", "--queue", dest="queue", type=whole(1), default=256,
+        help="requests that may wait for room in the cache; one more is refused with status 429",
+    )  # fmt: skip
     load.add_argument(
         "--max-tokens", type=whole(1), default=2048, help="tokens that a step passes through the model at most"
     )
@@ -154,6 +158,14 @@ def warm_up(engine: Any) -> None:
         engine.steps.warm_up(lambda sizes: tqdm(sizes, desc="recording CUDA graphs", unit="size", leave=False))
 
 
+def describe_path(engine: Any) -> tuple[str, str]:
+    """Which way an engine's steps take through the model: a word for the metrics, and a sentence for the log."""
+    if engine.steps is not None:
+        return "fast", "the fast step: fused kernels, and a CUDA graph for each of some batch sizes"
+    why = "it needs a plain Llama of one dtype" if engine.cache.keys.is_cuda else "the fast one needs a GPU"
+    return "plain", f"the plain step, kernel by kernel: {why}"
+
+
 def make_service(options: Any) -> Any:
     """Load the model, and build everything that serves it."""
     from lib.runs.serving import models
@@ -194,10 +206,12 @@ def make_service(options: Any) -> Any:
         text = f"a cache of {n_blocks} blocks of {options.block_size} positions cannot be allocated"
         raise UsageError(f"{text}: {why}") from None
     warm_up(engine)
+    word, path = describe_path(engine)
+    metrics.tell_path(word)
     return Service(
         name=served.name, tokenizer=served.tokenizer, worker=Worker(engine, options.queue, metrics), metrics=metrics,
         vocab_size=config.vocab_size, context_len=config.context_len, template=served.template,
-        key=options.api_key, aliases=(options.model,),
+        key=options.api_key, aliases=(options.model,), path=path,
     )  # fmt: skip
 
 
@@ -219,6 +233,8 @@ def make_server(service: Any, grace_s: float, url: str) -> Any:
             await super().startup(sockets)
             print(f"serving {service.name} at {url}", flush=True)
             print(f"a page to try it: {url.removesuffix('v1')}", flush=True)
+            if service.path:
+                print(f"each step takes {service.path}", flush=True)
 
         def handle_exit(self, sig: int, frame: Any) -> None:
             if service.is_leaving:
@@ -241,6 +257,7 @@ def main(argv: list[str] | None = None) -> int:
     """
     try:
         options = make_parser().parse_args(argv)
+        logging.basicConfig(format="%(asctime)s %(message)s")  # on stderr
         missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
         if missing:
             raise UsageError(f"{', '.join(missing)}: not installed; pip install 'scaling-workbook[serve]'")
@@ -264,6 +281,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(service: Any, bound: socket.socket, url: str, grace_s: float) -> int:
     """Serve until a signal comes or the engine fails; returns the exit status."""
+    logging.getLogger("workbook.serve").setLevel(logging.INFO)
     server = make_server(service, grace_s, url)
     bound.listen(1024)
     server.run(sockets=[bound])

@@ -4,7 +4,10 @@ and a page to try them.
 
 import asyncio
 import hmac
+import logging
+import re
 import time
+import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -34,6 +37,8 @@ PAGE_HEADERS = {
     "Referrer-Policy": "no-referrer",
 }
 COLDEST = 1e-5  # below this temperature the likeliest token is chosen: logits divided by less might overflow
+ID_HEADER, GIVEN_ID = b"x-request-id", re.compile(r"[!-~]{1,128}")
+LOG = logging.getLogger("workbook.serve")
 T = TypeVar("T")
 
 
@@ -46,6 +51,7 @@ class Service:
         vocab_size, context_len: Of the model.
         template: Writes the prompt of a chat; None if the model has none.
         key: The key that clients must present; None if anybody may ask.
+        path: Which way the engine's steps take, in words for the server's log.
         is_leaving: Whether the server was asked to end, and refuses new requests.
         n_open: Number of requests for completions in progress.
         created: When the server began, in seconds since 1970.
@@ -60,6 +66,7 @@ class Service:
     template: ChatTemplate | None = None
     key: str | None = None
     aliases: tuple[str, ...] = ()
+    path: str = ""
     is_leaving: bool = False
     n_open: int = 0
     created: int = field(default_factory=lambda: int(time.time()))
@@ -323,7 +330,8 @@ class EventStream(StreamingResponse):
 
 
 class Door:
-    """Counts the requests for completions, and refuses all of ``/v1`` once the server was asked to end.
+    """Gives each request an id, counts and logs the requests for completions, and refuses all once the server
+    was asked to end.
 
     Args:
         app: The application.
@@ -334,18 +342,25 @@ class Door:
         self.app, self.service = app, service
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] != "http" or scope["path"] == "/metrics":
+        if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        if self.service.is_leaving:
+        name = request_id(scope)
+
+        async def named(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), (ID_HEADER, name.encode())]
+            await send(message)
+
+        if self.service.is_leaving and scope["path"] != "/metrics":
             text = "this server was asked to end, and completes only what it has begun"
             error = ApiError(503, text, code="leaving", kind="server_error", headers={"Connection": "close"})
-            return await JSONResponse(error.body, 503, headers=error.headers)(scope, receive, send)
+            return await JSONResponse(error.body, 503, headers=error.headers)(scope, receive, named)
         if scope["path"] not in ("/v1/completions", "/v1/chat/completions"):
-            return await self.app(scope, receive, send)
-        return await self._counted(scope, receive, send)
+            return await self.app(scope, receive, named)
+        return await self._counted(scope, receive, named, name)
 
-    async def _counted(self, scope: Any, receive: Any, send: Any) -> None:
-        status = "499"
+    async def _counted(self, scope: Any, receive: Any, send: Any, name: str) -> None:
+        status, began = str(CLIENT_LEFT), time.perf_counter()
 
         async def noting(message: Any) -> None:
             nonlocal status
@@ -362,3 +377,11 @@ class Door:
         finally:
             self.service.n_open -= 1
             self.service.metrics.responses.labels(status).inc()
+            taken = time.perf_counter() - began
+            LOG.info("%s %s: status %s after %.3f s, request %s", scope["method"], scope["path"], status, taken, name)
+
+
+def request_id(scope: Any) -> str:
+    """The id that a client gave its request, if it is short and has only signs that a log can hold; else a new one."""
+    given = next((value for header, value in scope["headers"] if header == ID_HEADER), b"").decode("latin-1")
+    return given if GIVEN_ID.fullmatch(given) else f"req-{uuid.uuid4().hex}"

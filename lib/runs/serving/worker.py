@@ -102,6 +102,7 @@ class Job:
         end_ids: Tokens that end an answer.
         n_tokens: Tokens of each answer so far.
         logprobs: Sum of the log-probabilities of each answer's tokens, if they come with scores.
+        first_s: When the first token of each came, in seconds after ``arrived``.
         held: Scores of each answer's tokens whose text is not certain yet.
         arrived: When it came, by ``time.perf_counter``.
         pieces: What the steps add, or the exception that ends all.
@@ -112,13 +113,14 @@ class Job:
     end_ids: frozenset[int] = frozenset()
     n_tokens: list[int] = field(init=False)
     logprobs: list[float] = field(init=False)
+    first_s: list[float] = field(init=False)
     held: list[list[Scored]] = field(init=False)
     arrived: float = field(default_factory=time.perf_counter)
     pieces: asyncio.Queue = field(default_factory=asyncio.Queue)
 
     def __post_init__(self) -> None:
         self.n_tokens = [0] * len(self.requests)
-        self.logprobs = [0.0] * len(self.requests)
+        self.logprobs, self.first_s = [0.0] * len(self.requests), [0.0] * len(self.requests)
         self.held = [[] for _ in self.requests]
 
     def add(self, index: int, new: int | Drawn) -> Piece:
@@ -278,7 +280,9 @@ class Worker:
         except Exception as error:
             self._resolve(job, self._give_up(job, error))
         else:
-            self.metrics.prompt_tokens.inc(sum(len(r.tokens) for r in job.requests if first_of(r) is None))
+            for n_tokens in (len(request.tokens) for request in job.requests if first_of(request) is None):
+                self.metrics.prompt_tokens.inc(n_tokens)
+                self.metrics.prompt_length.observe(n_tokens)
             self._resolve(job, None)
 
     def _resolve(self, job: Job, error: Exception | None) -> None:
@@ -312,8 +316,10 @@ class Worker:
                 pieces.append((job, self._give_up(job, error)))
                 continue
             if piece.n_tokens == 1:
-                self.metrics.time_to_first_token.observe(time.perf_counter() - job.arrived)
+                job.first_s[index] = time.perf_counter() - job.arrived
+                self.metrics.time_to_first_token.observe(job.first_s[index])
             if piece.finish_reason:
+                self.metrics.observe_end(piece.n_tokens, time.perf_counter() - job.arrived, job.first_s[index])
                 del self._jobs[request]
                 self.engine.cancel(request)  # does nothing for an answer that its last token ended
             pieces.append((job, piece))

@@ -1,17 +1,31 @@
 """What the official client may ask for beyond text: scores, several answers, forms, and how a server is watched."""
 
 import math
+import re
 
+import httpx
 import pytest
 import torch
 
+from lib.runs import serve
 from lib.runs.serving import models
 from lib.runs.serving.chat import ChatTemplate
 from lib.runs.serving.prefix import PrefixEngine
 from lib.runs.serving.text import ByteTokenizer, FileTokenizer
 from lib.runs.serving.wanted import Wanted
 from lib.serving import Scheduler, generate_many
-from tests.house.runs.test_serve import SPOKEN, Threaded, client, make_tokenizer, metric, reciting, running, users_of
+from tests.house.runs.test_serve import (
+    SPOKEN,
+    Running,
+    Threaded,
+    client,
+    make_tokenizer,
+    metric,
+    post,
+    reciting,
+    running,
+    users_of,
+)
 from tests.house.runs.test_serve_chat import PLAIN
 
 pytestmark = [pytest.mark.slow, pytest.mark.time_limit(200)]
@@ -194,3 +208,61 @@ def test_best_of_returns_the_likeliest_answers_and_counts_all(server):
     assert [c.text for c in found.choices] == [every.choices[i].text for those in best for i in those]
     assert [(c.index, c.logprobs) for c in found.choices] == [(i, None) for i in range(4)]
     assert found.usage == every.usage
+
+
+# ---- how a server is watched -----------------------------------------------------------------------------------------
+
+
+def test_a_request_keeps_its_id_or_gets_one_in_the_answer_and_the_log(server, caplog):
+    def ask(name, body):
+        return post(server, body, headers={"X-Request-Id": name} if name else {}).headers["x-request-id"]
+
+    short = ASKED | {"max_tokens": 1}
+    with caplog.at_level("INFO", "workbook.serve"):
+        assert ask("mine-7", short) == "mine-7"
+        assert ask("wrong/1", short | {"n": 0}) == "wrong/1"
+        assert ask("streams", short | {"stream": True}) == "streams"
+        made = [ask(name, short) for name in (None, None, "two words", "x" * 129, "")]
+    assert len(set(made)) == 5
+    assert all(re.fullmatch(r"req-[0-9a-f]{32}", name) for name in made)
+    while len(caplog.messages) < 8:  # the log is written after the answer has been sent
+        pass
+    lines = {line.rpartition(" ")[2]: line for line in caplog.messages}
+    assert set(lines) == {"mine-7", "wrong/1", "streams", *made}
+    assert re.fullmatch(r"POST /v1/completions: status 200 after \d\.\d{3} s, request mine-7", lines["mine-7"])
+    assert "status 400" in lines["wrong/1"]
+    for path in ("/health", "/metrics", "/v1/models", "/nowhere"):
+        assert httpx.get(server.root + path, headers={"X-Request-Id": "here"}).headers["x-request-id"] == "here"
+
+
+def test_histograms_count_each_answer_and_each_prompt_once(tiny):
+    with running(Threaded(PrefixEngine(tiny, Scheduler(64, 200, 8)), context_len=256)) as server:
+        post(server, ASKED | {"n": 2, "max_tokens": 5})
+        post(server, ASKED | {"max_tokens": 1})
+        while metric(server, "answer_tokens_count") < 3:
+            pass
+        counts = {"answer_tokens": (3, 11), "request_prompt_tokens": (2, 34), "time_to_first_token_seconds": (3, None),
+                  "request_seconds": (3, None), "time_per_token_seconds": (2, None)}  # fmt: skip
+        for name, (n, total) in counts.items():
+            assert metric(server, f"{name}_count") == n, name
+            assert metric(server, f"{name}_sum") == total if total else metric(server, f"{name}_sum") > 0
+        assert 'workbook_answer_tokens_bucket{le="4.0"} 1.0' in httpx.get(f"{server.root}/metrics").text
+
+
+def test_the_server_says_which_way_its_steps_take(capfd):
+    options = serve.make_parser().parse_args(["--model", "tiny", "--max-queue", "3", "--device", "cpu"])
+    service = serve.make_service(options)
+    assert service.worker.max_waiting == 3
+    assert service.path == "the plain step, kernel by kernel: the fast one needs a GPU"
+    assert b'workbook_runner_info{path="plain"} 1.0' in service.metrics.text()
+    engine = service.worker.engine
+    engine.steps = object()
+    assert serve.describe_path(engine)[0] == "fast"
+
+
+def test_the_command_prints_the_way_after_its_address():
+    with running(Running("--device", "cpu")) as server:
+        assert server.said.startswith("serving tiny at http://127.0.0.1:")
+        said = [server.process.stdout.readline() for _ in range(2)]
+        assert said[0].startswith("a page to try it: ")
+        assert said[1] == "each step takes the plain step, kernel by kernel: the fast one needs a GPU\n"
