@@ -21,6 +21,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from lib.runs.serving.chat import ChatTemplate
+from lib.runs.serving.forms import Form, Forms
 from lib.runs.serving.metrics import Metrics
 from lib.runs.serving.schema import ApiError, Asked, AskedChat, AskedCompletion, parse, shorter, shown
 from lib.runs.serving.text import Answer, Characters, Tokenizer
@@ -55,6 +56,7 @@ class Service:
         is_leaving: Whether the server was asked to end, and refuses new requests.
         n_open: Number of requests for completions in progress.
         created: When the server began, in seconds since 1970.
+        forms: Makes the forms that answers must have.
     """
 
     name: str
@@ -70,6 +72,10 @@ class Service:
     is_leaving: bool = False
     n_open: int = 0
     created: int = field(default_factory=lambda: int(time.time()))
+    forms: Forms = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.forms = Forms(self.tokenizer, self.vocab_size)
 
     def describe(self) -> dict[str, Any]:
         """The model, as ``/v1/models`` lists it."""
@@ -131,12 +137,14 @@ class Service:
         """A request for each answer to a prompt, with seeds that follow each other; all but the first are its forks."""
         temperature = 1.0 if asked.temperature is None else asked.temperature
         temperature = temperature if temperature >= COLDEST else 0.0
-        chooses = asked.n_answers > (asked.n or 1)
-        made = list[Wanted]()
-        for i in range(asked.n_answers):
+        chooses, made = asked.n_answers > (asked.n or 1), list[Wanted]()
+        shape, forms = asked.response_format, list[Form | None]([None] * asked.n_answers)
+        if shape and shape.type != "text":
+            forms = [*self.forms.make(shape, asked.n_answers)]
+        for i, form in enumerate(forms):
             made.append(Wanted(
                 tokens, n_new, temperature, None if asked.seed is None else (asked.seed + i) % 2**63,
-                top_k=asked.top_k, top_p=asked.top_p, first=made[0] if made else None,
+                top_k=asked.top_k, top_p=asked.top_p, first=made[0] if made else None, form=form,
                 n_top=0 if chooses and asked.n_top is None else asked.n_top,
             ))  # fmt: skip
         return made

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lib.fast.parts.sample import score_rows
+from lib.fast.parts.sample import NOT_FINITE, score_rows
 from lib.fast.serving import InFlight, to_host
 from lib.given.models.serving import Chunk, Progress, Request
 from lib.llama import sample_next
-from lib.runs.serving.wanted import drawn, first_of, n_top_of
+from lib.runs.serving.forms import Form, masked
+from lib.runs.serving.wanted import drawn, first_of, form_of, n_top_of
 from lib.serving import Engine, PrefixTree, Scheduler
 
 
@@ -42,6 +43,7 @@ class PrefixEngine(Engine):
         super().__init__(model, scheduler)
         self.tree, self.on_found, self.on_forked = PrefixTree(scheduler.block_size), on_found, on_forked
         self.held: dict[Request, list[Request]] = {}
+        self.raw = torch.empty(0)  # this step's logits, before the tokens that forms do not allow are taken out
         self.forked: list[tuple[Chunk, Tensor]] = []  # the forks that began in this step, with their first logits
         self.acquired: dict[Progress, list[int]] = {}
         self.without_scores: set[Request] = set()
@@ -68,6 +70,9 @@ class PrefixEngine(Engine):
             self.scheduler.advance(chunk, token)
             new.append((chunk.progress.request, token))
         self.release()
+        for request, token in new:
+            if form := form_of(request):
+                form.add(token)
         return [(request, self._told(request, token)) for request, token in new]
 
     def submit(self, request: Request) -> None:
@@ -100,6 +105,8 @@ class PrefixEngine(Engine):
     def _told(self, request: Request, token: int) -> Any:
         if request in self.without_scores:
             return ArithmeticError("the model's scores of the next token are not finite")
+        if fault := _fault(request):
+            return fault
         if request not in self.scores:
             return token
         found = score_rows(self.scores[request][None], torch.tensor([token]), n_top_of(request) or 0)
@@ -113,11 +120,15 @@ class PrefixEngine(Engine):
             return {}, None
         rows = torch.tensor(list(asked.values()), pin_memory=logits.is_cuda).to(logits.device, non_blocking=True)
         n_top = max(n_top_of(progress.request) or 0 for progress in asked)
-        found = score_rows(logits[rows], tokens[rows], n_top)
+        found = score_rows(self.raw[rows], tokens[rows], n_top)
         return {progress: i for i, progress in enumerate(asked)}, [to_host(x) for x in found]
 
     def told(self, progress: Progress, flight: InFlight, token: int) -> Any:
         """The token, with its scores if the request wants them."""
+        if form := form_of(progress.request):
+            form.accept(progress.tokens[len(progress.request.tokens) : flight.places[progress] + 1])
+            if fault := _fault(progress.request):
+                return fault
         rows, found = flight.notes
         if progress not in rows:
             return token
@@ -155,13 +166,13 @@ class PrefixEngine(Engine):
             return iter(())
         logits, order = self._logits(chunks)
         rows = {}
-        for row, chunk, largest in zip(logits, order, logits.amax(-1).tolist(), strict=True):
+        for row, raw, chunk, largest in zip(logits, self.raw, order, logits.amax(-1).tolist(), strict=True):
             request = chunk.progress.request
             if not math.isfinite(largest):
                 self.without_scores.add(request)
             rows[chunk.progress] = row if math.isfinite(largest) else torch.zeros_like(row)
             if n_top_of(request) is not None:
-                self.scores[request] = rows[chunk.progress].cpu()
+                self.scores[request] = raw.cpu()
         self.forked = [(chunk, rows[chunk.progress]) for chunk in order[len(chunks) :]]
         return (rows[chunk.progress] for chunk in chunks)
 
@@ -178,7 +189,23 @@ class PrefixEngine(Engine):
         for progress, n in chunks:
             if n > 1:
                 self._remember(progress)
-        return self._fork(logits, [whole[chunk.progress] for chunk in order])
+        self.raw, order = self._fork(logits, [whole[chunk.progress] for chunk in order])
+        return self._masked(order), order
+
+    def _masked(self, order: list[Chunk]) -> Tensor:
+        """The logits, without the tokens that a request's form does not allow."""
+        rows, forms = list[int](), list[Form]()
+        for row, (progress, _) in enumerate(order):
+            form = form_of(progress.request) if order[row].completes else None
+            if form:
+                new = progress.tokens[len(progress.request.tokens) :]
+                if progress in self._flight.rows and new:  # the step before: read while the device computes this one
+                    new[-1] = self._flight.read()[self._flight.rows[progress]]
+                form.accept([token for token in new if token != NOT_FINITE])
+                if not form.is_over:
+                    rows.append(row)
+                    forms.append(form)
+        return masked(self.raw, rows, forms) if rows else self.raw
 
     def _fork(self, logits: Tensor, order: list[Chunk]) -> tuple[Tensor, list[Chunk]]:
         """Start the requests that waited for a prompt which this step has computed: behind the step's own rows comes
@@ -242,6 +269,12 @@ class PrefixEngine(Engine):
             for block in evicted:
                 pool.free(block)
         return super()._extend(sequence, n_tokens)
+
+
+def _fault(request: Request) -> Exception | None:
+    """What ends a request in place of its next token: its form cannot go on."""
+    form = form_of(request)
+    return RuntimeError(f"response_format: {form.error}") if form and form.error else None
 
 
 def evict(tree: Any, n: int) -> list[int]:

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from lib.runs.serving.wanted import MOST_LIKELY
 
@@ -28,7 +28,6 @@ NEUTRAL_CHAT: dict[str, tuple[Any, ...]] = {
     "tools": (None, []),
     "tool_choice": (None, "none"),
     "parallel_tool_calls": (None, True, False),
-    "response_format": (None, {"type": "text"}),
     "modalities": (None, ["text"]),
     "store": (None, False),
     "metadata": (None, {}),
@@ -62,6 +61,32 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
+class JsonSchema(BaseModel):
+    """A schema with its name; ``strict`` changes nothing, because every answer keeps to the schema."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | bool = Field(default_factory=dict, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(BaseModel):
+    """What an answer must look like. The regular expression is this server's own addition."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    type: Literal["text", "json_object", "json_schema", "regex"]
+    json_schema: JsonSchema | None = None
+    pattern: str | None = None
+
+    @model_validator(mode="after")
+    def _check_parts(self) -> "ResponseFormat":
+        for kind, name in (("json_schema", "json_schema"), ("regex", "pattern")):
+            if (getattr(self, name) is not None) != (self.type == kind):
+                raise ValueError(f"expected {name} if, and only if, the type is {kind}")
+        return self
+
+
 class Asked(BaseModel):
     """What the bodies of both kinds of requests share. null means the default, as does a field that is absent."""
 
@@ -78,6 +103,7 @@ class Asked(BaseModel):
     stream_options: StreamOptions | None = None
     stop: Any = Field(default_factory=list)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    response_format: ResponseFormat | None = None
     user: str | None = None
     ignore_eos: bool | None = None
     logit_bias: Any = None
@@ -194,7 +220,6 @@ class AskedChat(Asked):
     tools: Any = None
     tool_choice: Any = None
     parallel_tool_calls: Any = None
-    response_format: Any = None
     modalities: Any = None
     store: Any = None
     metadata: Any = None

@@ -1,7 +1,7 @@
 """What the server's engine is asked for beyond a prompt's continuation, and the tokens that come with their scores."""
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from lib.given.models.serving import Request
 
@@ -31,10 +31,12 @@ class Wanted(Request):
 
     Attributes:
         n_top: Each token comes as a ``Drawn`` with so many likeliest tokens; None: as its number alone.
+        form: What its answer must look like; None: anything.
         first: A request with the same prompt, submitted before this one, which begins as a fork of its cache.
     """
 
     n_top: int | None = field(default=None, kw_only=True)
+    form: Any = field(default=None, kw_only=True)
     first: Request | None = field(default=None, kw_only=True)
 
 
@@ -46,6 +48,11 @@ def n_top_of(request: Request) -> int | None:
 def first_of(request: Request) -> Request | None:
     """The request whose prompt a request shares; None if it has one of its own."""
     return request.first if isinstance(request, Wanted) else None
+
+
+def form_of(request: Request) -> Any:
+    """The ``Form`` of a request's answer, or None."""
+    return request.form if isinstance(request, Wanted) else None
 
 
 def drawn(token: int, logprob: float, tokens: list[int], logprobs: list[float]) -> Drawn:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from lib.given.models.serving import Request
 from lib.runs.serving.metrics import Metrics
 from lib.runs.serving.text import Answer
-from lib.runs.serving.wanted import Drawn, first_of
+from lib.runs.serving.wanted import Drawn, first_of, form_of
 
 
 class Engine(Protocol):
@@ -133,7 +133,8 @@ class Job:
             if token not in self.end_ids:
                 self.held[index].append(Scored(new, answer.n_read))
         text = "" if token in self.end_ids else answer.add(token)
-        if token in self.end_ids or answer.is_stopped:
+        form = form_of(self.requests[index])
+        if token in self.end_ids or answer.is_stopped or (form and form.is_over):
             reason = "stop"
         elif self.n_tokens[index] >= self.requests[index].max_new_tokens:
             reason = "length"

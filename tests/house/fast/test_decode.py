@@ -17,6 +17,7 @@ from lib.given.models.llama import LlamaConfig
 from lib.given.models.serving import Progress, Request
 from lib.llama import Llama, RMSNorm, sample_next
 from lib.rope import apply_rope, precompute_rope
+from lib.runs.serving.forms import Form
 from lib.runs.serving.prefix import PrefixEngine
 from lib.runs.serving.wanted import Wanted
 from lib.serving import Engine, Scheduler
@@ -257,6 +258,38 @@ def test_forks_on_the_fast_way(fast, model, n_blocks):
     found = served(PrefixEngine(model, Scheduler(16, n_blocks, 4), on_forked=forked.append), make())
     assert found == expected
     assert forked == [5] * (2 if n_blocks == 16 else 1)
+
+
+class Counting:
+    """A form of numbers that go up by one, until the last one."""
+
+    n_accepted, error = 0, ""
+
+    def __init__(self, first, last):
+        self.next, self.last = first, last
+
+    @property
+    def is_over(self):
+        return self.next > self.last
+
+    def add(self, token):
+        assert self.is_over or token == self.next
+        self.n_accepted, self.next = self.n_accepted + 1, self.next + 1
+
+    accept = Form.accept
+
+    def bits(self):
+        return torch.tensor([1 << self.next], dtype=torch.int32)
+
+
+@pytest.mark.time_limit(120)
+def test_forms_on_the_fast_way(fast, model):
+    """Each token is known before the next one is drawn, although the step for it has begun."""
+    requests = [Wanted([3, 1, 4], 4, 0.9, 2, form=Counting(5, 8), n_top=1), Request([2, 7], 5, 0.8, 1)]
+    counted, free = served(PrefixEngine(model, Scheduler(16, 16, 4)), requests)
+    assert [drawn.token for drawn in counted] == [5, 6, 7, 8]
+    assert [drawn.top[0][0] for drawn in counted] != [5, 6, 7, 8]
+    assert [free] == plainly(model, [Request([2, 7], 5, 0.8, 1)], Scheduler(16, 16, 4))
 
 
 def test_weights_side_by_side_are_the_model_s_own(fast, model):

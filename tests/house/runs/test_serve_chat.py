@@ -179,9 +179,13 @@ WRONG = {
     ),
     USER + '"top_logprobs": 2}': ("top_logprobs", "only with logprobs"),
     USER + '"logprobs": true, "top_logprobs": 21}': ("top_logprobs", "20"),
-    USER + '"response_format": {"type": "json_object"}}': (
+    USER + '"response_format": {"type": "xml"}}': ("response_format.type", "'json_schema'"),
+    USER + '"response_format": {"type": "json_schema"}}': ("response_format", "json_schema if, and only if"),
+    USER + '"response_format": {"type": "text", "pattern": "a"}}': ("response_format", "pattern if, and only if"),
+    USER + '"response_format": {"type": "regex", "pattern": "("}}': ("response_format", "regex"),
+    USER + '"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "no"}}}}': (
         "response_format",
-        "not supported",
+        "type",
     ),
     USER + '"prompt": "a"}': ("prompt", "no such field"),
     '{"model": "fake", "messages": [{"role": "user", "content": "%s"}]}' % ("a" * 300): ("messages", "context of 256"),

@@ -1,7 +1,9 @@
 """What the official client may ask for beyond text: scores, several answers, forms, and how a server is watched."""
 
+import json
 import math
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -10,7 +12,9 @@ import torch
 from lib.runs import serve
 from lib.runs.serving import models
 from lib.runs.serving.chat import ChatTemplate
+from lib.runs.serving.forms import Forms, masked
 from lib.runs.serving.prefix import PrefixEngine
+from lib.runs.serving.schema import ResponseFormat
 from lib.runs.serving.text import ByteTokenizer, FileTokenizer
 from lib.runs.serving.wanted import Wanted
 from lib.serving import Scheduler, generate_many
@@ -266,3 +270,80 @@ def test_the_command_prints_the_way_after_its_address():
         said = [server.process.stdout.readline() for _ in range(2)]
         assert said[0].startswith("a page to try it: ")
         assert said[1] == "each step takes the plain step, kernel by kernel: the fast one needs a GPU\n"
+
+
+# ---- forms -----------------------------------------------------------------------------------------------------------
+
+PERSON = {
+    "type": "object", "required": ["name", "age"], "additionalProperties": False,
+    "properties": {"name": {"type": "string", "maxLength": 5}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
+}  # fmt: skip
+EXPRESSION = {"type": "regex", "pattern": "(yes|no), [0-9]{3}[.!]"}
+
+
+def as_schema(schema):
+    return {"type": "json_schema", "json_schema": {"name": "person", "schema": schema, "strict": True}}
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_an_answer_keeps_to_its_schema_and_ends_with_it(server, seed):
+    """A model that knows nothing of JSON; its vocabulary has no token for the end."""
+    asked = CHAT | {"temperature": 1.5, "seed": seed, "max_tokens": 120, "response_format": as_schema(PERSON)}
+    whole = client(server).chat.completions.create(**asked).choices[0]
+    found = json.loads(whole.message.content)
+    assert set(found) == {"name", "age"}
+    assert len(found["name"]) <= 5
+    assert found["age"] in range(100)
+    assert whole.finish_reason == "stop"
+    chunks = [c.choices[0] for c in client(server).chat.completions.create(**asked, stream=True)]
+    assert "".join(chunk.delta.content for chunk in chunks) == whole.message.content
+    assert chunks[-1].finish_reason == "stop"
+
+
+def test_every_answer_of_several_keeps_to_an_expression_beside_free_ones(server, tiny):
+    asked = ASKED | {"max_tokens": 40, "n": 3, "logprobs": 1}
+    with ThreadPoolExecutor(2) as pool:
+        free = pool.submit(client(server).completions.create, **ASKED)
+        found = client(server).completions.create(**asked, extra_body={"response_format": EXPRESSION})
+    texts = [choice.text for choice in found.choices]
+    assert all(re.fullmatch(EXPRESSION["pattern"], text) for text in texts), texts
+    assert len(set(texts)) > 1
+    assert {choice.finish_reason for choice in found.choices} == {"stop"}
+    expected = scores_of(tiny, ASKED["prompt"].encode(), texts[0].encode())  # not those of the tokens allowed
+    own = [float(expected[i, token]) for i, token in enumerate(texts[0].encode())]
+    assert found.choices[0].logprobs.token_logprobs == pytest.approx(own, abs=1e-4)
+    assert free.result().choices[0].text == client(server).completions.create(**ASKED).choices[0].text
+
+
+def test_an_object_of_json_that_is_too_long_is_cut(server):
+    asked = CHAT | {"max_tokens": 1, "response_format": {"type": "json_object"}}
+    cut = client(server).chat.completions.create(**asked).choices[0]
+    assert cut.message.content == "{"
+    assert cut.finish_reason == "length"
+    plain = client(server).chat.completions.create(**CHAT, response_format={"type": "text"})
+    assert plain.choices == client(server).chat.completions.create(**CHAT).choices
+
+
+def test_the_end_of_a_text_is_drawn_only_where_the_form_is_complete(tiny):
+    """Byte 33 is this tokenizer's end: the form decides when it may come, and that it must."""
+    tokenizer = ByteTokenizer(end_ids=[33])
+    with running(Threaded(PrefixEngine(tiny, Scheduler(64, 200, 8)), tokenizer, context_len=256)) as server:
+        asked = ASKED | {"max_tokens": 60, "temperature": 2, "response_format": {"type": "regex", "pattern": "(ab)+"}}
+        for seed in range(3):
+            found = post(server, asked | {"seed": seed}).json()["choices"][0]
+            assert re.fullmatch("(ab)+" if found["finish_reason"] == "stop" else "(ab)+a?", found["text"])
+
+
+def test_a_file_s_tokens_keep_to_a_form(tmp_path):
+    tokenizer = FileTokenizer(str(make_tokenizer(tmp_path / "tokenizer.json")), [7])
+    form, other = Forms(tokenizer, 310).make(ResponseFormat(type="regex", pattern="(naïve|数学) 🦜"), 2)
+    text, logits = "数学 🦜", torch.zeros(3, 310)
+    for token in tokenizer.encode(text):
+        fine = torch.isfinite(masked(logits, [1], [form]))
+        assert fine[0].all()
+        assert fine[2].all()
+        assert fine[1, token]
+        assert not fine[1, 7]
+        form.add(token)
+    assert form.is_over or torch.isfinite(masked(logits, [1], [form]))[1].nonzero().tolist() == [[7]]
+    assert (other.n_accepted, other.is_over) == (0, False)
