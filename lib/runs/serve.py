@@ -93,6 +93,12 @@ def make_parser() -> Parser:
         "--max-tokens", type=whole(1), default=2048, help="tokens that a step passes through the model at most"
     )
     load.add_argument(
+        "--draft", choices=("prompt",),
+        help="prompt: draft tokens from what followed the last few earlier in the text; the answers keep their "
+        "distribution",
+    )  # fmt: skip
+    load.add_argument("--drafted", type=whole(1), default=7, help="tokens that are drafted for a step at most")
+    load.add_argument(
         "--blocks", type=whole(1), help="blocks of the cache; default: what fits into 0.9 of a GPU's free memory"
     )
     load.add_argument("--block-size", type=whole(1), default=16, help="positions in a block")
@@ -166,12 +172,22 @@ def describe_path(engine: Any) -> tuple[str, str]:
     return "plain", f"the plain step, kernel by kernel: {why}"
 
 
+def make_engine(model: Any, scheduler: Any, metrics: Any, options: Any) -> Any:
+    """The engine that the flags ask for, which counts in the metrics."""
+    from lib.runs.serving.draft import DraftEngine
+    from lib.runs.serving.prefix import PrefixEngine
+
+    more = {"on_found": metrics.found_tokens.inc, "on_forked": metrics.forked_tokens.inc}
+    if options.draft:
+        return DraftEngine(model, scheduler, options.drafted, metrics.observe_drafts, **more)
+    return PrefixEngine(model, scheduler, **more)
+
+
 def make_service(options: Any) -> Any:
     """Load the model, and build everything that serves it."""
     from lib.runs.serving import models
     from lib.runs.serving.api import Service
     from lib.runs.serving.metrics import Metrics
-    from lib.runs.serving.prefix import PrefixEngine
     from lib.runs.serving.settings import one_line
     from lib.runs.serving.worker import Worker
     from lib.serving import Scheduler
@@ -200,7 +216,7 @@ def make_service(options: Any) -> Any:
     metrics = Metrics(n_blocks)
     scheduler = Scheduler(options.max_tokens, n_blocks, options.block_size)
     try:
-        engine = PrefixEngine(served.model, scheduler, metrics.found_tokens.inc, metrics.forked_tokens.inc)
+        engine = make_engine(served.model, scheduler, metrics, options)
     except (MemoryError, RuntimeError) as error:
         why = shortage(error, CACHE_FLAGS, device) or one_line([str(error)])
         text = f"a cache of {n_blocks} blocks of {options.block_size} positions cannot be allocated"

@@ -31,6 +31,8 @@ class Metrics:
             "prefix_tokens_forked", "Tokens of prompts that further answers share with the first, in forks of its cache"
         )
         self.generated_tokens = self._counter("generated_tokens", "Tokens generated")
+        self.drafted_tokens = self._counter("draft_tokens", "Tokens drafted")
+        self.kept_tokens = self._counter("draft_tokens_accepted", "Drafted tokens that the model kept")
         self.failed_steps = self._counter("failed_steps", "Steps of the engine that failed as a whole")
         self.responses = self._counter(
             "responses", "Answered requests for completions, by status; 499: the client left", "status"
@@ -50,6 +52,11 @@ class Metrics:
     def tell_path(self, path: str) -> None:
         """Say which way the engine's steps take through the model: "fast" or "plain"."""
         self._gauge("runner_info", "The way of a step through the model: fast or plain", "path").labels(path).set(1)
+
+    def observe_drafts(self, n_drafted: int, n_kept: int) -> None:
+        """Note a draft: its tokens, and how many were kept."""
+        self.drafted_tokens.inc(n_drafted)
+        self.kept_tokens.inc(n_kept)
 
     def observe_end(self, n_tokens: int, seconds: float, first_s: float) -> None:
         """Note a complete answer: its tokens, and when its last and its first came after the request."""

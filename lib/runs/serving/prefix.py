@@ -105,7 +105,7 @@ class PrefixEngine(Engine):
     def _told(self, request: Request, token: int) -> Any:
         if request in self.without_scores:
             return ArithmeticError("the model's scores of the next token are not finite")
-        if fault := _fault(request):
+        if fault := fault_of(request):
             return fault
         if request not in self.scores:
             return token
@@ -127,7 +127,7 @@ class PrefixEngine(Engine):
         """The token, with its scores if the request wants them."""
         if form := form_of(progress.request):
             form.accept(progress.tokens[len(progress.request.tokens) : flight.places[progress] + 1])
-            if fault := _fault(progress.request):
+            if fault := fault_of(progress.request):
                 return fault
         rows, found = flight.notes
         if progress not in rows:
@@ -271,7 +271,7 @@ class PrefixEngine(Engine):
         return super()._extend(sequence, n_tokens)
 
 
-def _fault(request: Request) -> Exception | None:
+def fault_of(request: Request) -> Exception | None:
     """What ends a request in place of its next token: its form cannot go on."""
     form = form_of(request)
     return RuntimeError(f"response_format: {form.error}") if form and form.error else None

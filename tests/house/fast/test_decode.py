@@ -17,6 +17,7 @@ from lib.given.models.llama import LlamaConfig
 from lib.given.models.serving import Progress, Request
 from lib.llama import Llama, RMSNorm, sample_next
 from lib.rope import apply_rope, precompute_rope
+from lib.runs.serving.draft import DraftEngine, Lookup
 from lib.runs.serving.forms import Form
 from lib.runs.serving.prefix import PrefixEngine
 from lib.runs.serving.wanted import Wanted
@@ -290,6 +291,28 @@ def test_forms_on_the_fast_way(fast, model):
     assert [drawn.token for drawn in counted] == [5, 6, 7, 8]
     assert [drawn.top[0][0] for drawn in counted] != [5, 6, 7, 8]
     assert [free] == plainly(model, [Request([2, 7], 5, 0.8, 1)], Scheduler(16, 16, 4))
+
+
+@pytest.mark.time_limit(120)
+@pytest.mark.parametrize("n_blocks", [16, 9])
+def test_drafts_on_the_fast_way(fast, model, monkeypatch, n_blocks):
+    """Drafted tokens are rows of the same graph; a block that they gave back may come to another sequence.
+
+    Half of the guesses are wrong.
+    """
+    prompts = [[3, 1, 4, 3, 1], [2, 7, 2, 7, 2], [9]]
+    expected = plainly(model, [Request(prompt, 9) for prompt in prompts], Scheduler(16, 16, 4))
+    texts = [prompt + text for prompt, text in zip(prompts, expected, strict=True)]
+    counts = []
+
+    def guess(lookup, tokens, n):
+        right = next(text[len(tokens) :] for text in texts if text[: len(tokens)] == tokens)
+        return [(token + len(tokens) // 4 % 2) % 23 for token in right[:n]]
+
+    monkeypatch.setattr(Lookup, "guess", guess)
+    engine = DraftEngine(model, Scheduler(16, n_blocks, 4), n_drafted=3, on_drafted=lambda *n: counts.append(n))
+    assert served(engine, [Request(prompt, 9) for prompt in prompts]) == expected
+    assert sum(n for n, _ in counts) > sum(kept for _, kept in counts) > 0
 
 
 def test_weights_side_by_side_are_the_model_s_own(fast, model):
