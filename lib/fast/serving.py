@@ -33,11 +33,13 @@ class InFlight:
         rows: The row of each request that gets a token.
         places: Where each of these tokens belongs among the request's tokens.
         tokens: One a row, on the host once ``done`` has been reached.
+        notes: What a subclass of `Runner` keeps of the step, in the same way.
     """
 
     rows: dict[Progress, int] = field(default_factory=dict)
     places: dict[Progress, int] = field(default_factory=dict)
     tokens: Tensor | None = None
+    notes: Any = None
     done: Any = None
 
     def read(self) -> list[int]:
@@ -60,6 +62,7 @@ class Runner:
         cache: Keys and values, in the dtype and on the device of the model's parameters, with as many blocks as the
             scheduler has.
         sequences: For each request that has keys and values in the cache, its id there.
+        drafted: How many of a request's pending tokens are drafts; the logits before each of them are wanted too.
         steps: The fast way through the model; None where it does not fit.
     """
 
@@ -72,6 +75,7 @@ class Runner:
             model.config, scheduler.n_blocks, scheduler.block_size, dtype=weight.dtype, device=weight.device
         )
         self.sequences: dict[Progress, int] = {}
+        self.drafted: dict[Progress, int] = {}
         self.steps = Steps(model, self.cache, scheduler.max_tokens) if self.is_fast() else None
         self._known = [(-1, 0)] * MOST_SEQUENCES  # whose table each row of the next step holds, and of how many blocks
         self._flight = InFlight()
@@ -145,8 +149,7 @@ class Runner:
         wanted = [chunk.progress if chunk.completes else None for chunk in order]
         tokens = sample_rows(logits, wanted)
         self.steps.sampled[: len(tokens)] = tokens
-        flight.tokens = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=tokens.is_cuda)
-        flight.tokens.copy_(tokens, non_blocking=True)
+        flight.tokens, flight.notes = to_host(tokens), self.note(logits, wanted, tokens)
         if tokens.is_cuda:
             flight.done = torch.cuda.Event()
             flight.done.record()
@@ -156,6 +159,13 @@ class Runner:
             self.scheduler.advance(chunk, None if progress is None else UNKNOWN)
         return flight
 
+    def note(self, logits: Tensor, wanted: list[Progress | None], tokens: Tensor) -> Any:
+        """What a subclass keeps of a step beside its tokens; the host may read it when it reads these."""
+
+    def told(self, progress: Progress, flight: InFlight, token: int) -> Any:
+        """The form in which ``step_ahead`` returns a new token: its number, unless a subclass says more."""
+        return token
+
     def _collect(self, flight: InFlight) -> list[tuple[Request, Any]]:
         """Wait for a step, and give its requests their tokens."""
         new: list[tuple[Request, Any]] = []
@@ -164,7 +174,7 @@ class Runner:
             request, token = progress.request, tokens[row]
             progress.tokens[flight.places[progress]] = token
             fault = ArithmeticError("the model's scores of the next token are not finite")
-            new.append((request, fault if token == NOT_FINITE else token))
+            new.append((request, fault if token == NOT_FINITE else self.told(progress, flight, token)))
             if token in (NOT_FINITE, request.eos_id):  # the step that is in flight does not know this yet
                 self.scheduler.cancel(request)
                 self._flight.rows.pop(progress, None)
@@ -172,28 +182,42 @@ class Runner:
         return new
 
     def _logits(self, chunks: list[Chunk]) -> tuple[Float[Tensor, "n v"], list[Chunk]]:
-        """The logits after each chunk's last token, and the chunks in the order of these rows."""
+        """The logits after each chunk's last token, and the chunks in the order of these rows.
+
+        A chunk with drafted tokens has a row more for each of them, before its last one.
+        """
         if self.steps is None:
-            return self._in_a_row(chunks), chunks
-        single, longer = [c for c in chunks if c.n_tokens == 1], [c for c in chunks if c.n_tokens > 1]
-        found = [self._decode(single[i : i + MOST_SEQUENCES]) for i in range(0, len(single), MOST_SEQUENCES)]
+            return self._in_a_row(chunks), self._by_row(chunks)
+        decoding, longer = [list[Chunk]()], list[Chunk]()
+        for chunk in chunks:
+            if chunk.n_tokens > 1 + self.drafted.get(chunk.progress, 0):
+                longer.append(chunk)
+                continue
+            if sum(n for _, n in decoding[-1]) + chunk.n_tokens > MOST_SEQUENCES:
+                decoding.append([])
+            decoding[-1].append(chunk)
+        found = [self._decode(part) for part in decoding if part]
         if longer:
             found.append(self._in_a_row(longer))
-        return found[0] if len(found) == 1 else torch.cat(found), single + longer
+        order = self._by_row([*(chunk for part in decoding for chunk in part), *longer])
+        return found[0] if len(found) == 1 else torch.cat(found), order
+
+    def _by_row(self, chunks: list[Chunk]) -> list[Chunk]:
+        return [chunk for chunk in chunks for _ in range(1 + self.drafted.get(chunk.progress, 0))]
 
     def _decode(self, chunks: list[Chunk]) -> Float[Tensor, "n v"]:
-        """One token of each of some sequences, by a graph."""
+        """One token of each of some sequences, by a graph, and those drafted, each in a row with its own length."""
         steps, fields = self.steps, list[tuple[int, int, int, int]]()
         assert steps is not None
         steps.wait()
-        for row, (progress, _) in enumerate(chunks):
-            sequence, token = self._sequence(progress), progress.tokens[progress.n_cached]
+        for progress, token in ((chunk.progress, token) for chunk in chunks for token in chunk.tokens):
+            sequence = self._sequence(progress)
             position = self.cache.lengths[sequence][0]
             if token == UNKNOWN:
                 token = -1 - self._flight.rows[progress]
-            fields.append((token, position, self._slot(sequence, row), position + 1))
-        steps.fields[:, : len(chunks)] = np.array(fields, dtype=np.int64).T
-        return steps.decode(len(chunks)).clone()
+            fields.append((token, position, self._slot(sequence, len(fields)), position + 1))
+        steps.fields[:, : len(fields)] = np.array(fields, dtype=np.int64).T
+        return steps.decode(len(fields)).clone()
 
     def _slot(self, sequence: int, row: int) -> int:
         """Make a sequence longer by one position, and put its table into a row of the next step.
@@ -217,7 +241,10 @@ class Runner:
         """The tokens of all chunks, one chunk's after another's."""
         ids, device = [self._sequence(chunk.progress) for chunk in chunks], self.cache.keys.device
         row = lay_out(chunks)
-        tokens, positions, single, last = (_sent(x, device) for x in (row.tokens, row.positions, row.single, row.last))
+        before = [range(self.drafted.get(chunk.progress, 0), -1, -1) for chunk in chunks]
+        ends = [end - n for end, back in zip(row.last.tolist(), before, strict=True) for n in back]
+        asked = torch.tensor(ends, dtype=torch.int64)
+        tokens, positions, single, last = (_sent(x, device) for x in (row.tokens, row.positions, row.single, asked))
         row = Layout(tokens, positions, row.sizes, single, last)
         slots = _sent(torch.cat([self._extend(i, n) for i, n in zip(ids, row.sizes, strict=True)]), device)
         if self.steps is None:
@@ -264,6 +291,11 @@ class Runner:
         slots = self.cache.find_slots(sequence, start, start + n_tokens)
         self.cache.lengths[sequence] = [start + n_tokens] * len(self.cache.keys)
         return torch.tensor(slots, dtype=torch.int64)
+
+
+def to_host(x: Tensor) -> Tensor:
+    """A tensor on its way to the host, which must not read it before the device has written it."""
+    return torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda).copy_(x, non_blocking=True)
 
 
 def _sent(x: Tensor, device: torch.device) -> Tensor:

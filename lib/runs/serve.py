@@ -11,6 +11,7 @@ signal ends it at once.
 import argparse
 import importlib.util
 import ipaddress
+import logging
 import os
 import socket
 import sys
@@ -84,10 +85,19 @@ def make_parser() -> Parser:
     )
     http.add_argument("--grace", type=positive, default=120.0, help="seconds after SIGTERM for what has begun")
     load = parser.add_argument_group("load")
-    load.add_argument("--queue", type=whole(1), default=256, help="requests that may wait for room in the cache")
+    load.add_argument(
+        "--max-queue", "--queue", dest="queue", type=whole(1), default=256,
+        help="requests that may wait for room in the cache; one more is refused with status 429",
+    )  # fmt: skip
     load.add_argument(
         "--max-tokens", type=whole(1), default=2048, help="tokens that a step passes through the model at most"
     )
+    load.add_argument(
+        "--draft", choices=("prompt",),
+        help="prompt: draft tokens from what followed the last few earlier in the text; the answers keep their "
+        "distribution",
+    )  # fmt: skip
+    load.add_argument("--drafted", type=whole(1), default=7, help="tokens that are drafted for a step at most")
     load.add_argument(
         "--blocks", type=whole(1), help="blocks of the cache; default: what fits into 0.9 of a GPU's free memory"
     )
@@ -146,12 +156,30 @@ def warm_up(engine: Any) -> None:
         engine.steps.warm_up(lambda sizes: tqdm(sizes, desc="recording CUDA graphs", unit="size", leave=False))
 
 
+def describe_path(engine: Any) -> tuple[str, str]:
+    """Which way an engine's steps take through the model: a word for the metrics, and a sentence for the log."""
+    if engine.steps is not None:
+        return "fast", "the fast step: fused kernels, and a CUDA graph for each of some batch sizes"
+    why = "it needs a plain Llama of one dtype" if engine.cache.keys.is_cuda else "the fast one needs a GPU"
+    return "plain", f"the plain step, kernel by kernel: {why}"
+
+
+def make_engine(model: Any, scheduler: Any, metrics: Any, options: Any) -> Any:
+    """The engine that the flags ask for, which counts in the metrics."""
+    from lib.runs.serving.draft import DraftEngine
+    from lib.runs.serving.prefix import PrefixEngine
+
+    more = {"on_found": metrics.found_tokens.inc, "on_forked": metrics.forked_tokens.inc}
+    if options.draft:
+        return DraftEngine(model, scheduler, options.drafted, metrics.observe_drafts, **more)
+    return PrefixEngine(model, scheduler, **more)
+
+
 def make_service(options: Any) -> Any:
     """Load the model, and build everything that serves it."""
     from lib.runs.serving import models
     from lib.runs.serving.api import Service
     from lib.runs.serving.metrics import Metrics
-    from lib.runs.serving.prefix import PrefixEngine
     from lib.runs.serving.settings import one_line
     from lib.runs.serving.worker import Worker
     from lib.serving import Scheduler
@@ -180,16 +208,18 @@ def make_service(options: Any) -> Any:
     metrics = Metrics(n_blocks)
     scheduler = Scheduler(options.max_tokens, n_blocks, options.block_size)
     try:
-        engine = PrefixEngine(served.model, scheduler, metrics.found_tokens.inc)
+        engine = make_engine(served.model, scheduler, metrics, options)
     except (MemoryError, RuntimeError) as error:
         why = shortage(error, CACHE_FLAGS, device) or one_line([str(error)])
         text = f"a cache of {n_blocks} blocks of {options.block_size} positions cannot be allocated"
         raise UsageError(f"{text}: {why}") from None
     warm_up(engine)
+    word, path = describe_path(engine)
+    metrics.tell_path(word)
     return Service(
         name=served.name, tokenizer=served.tokenizer, worker=Worker(engine, options.queue, metrics), metrics=metrics,
         vocab_size=config.vocab_size, context_len=config.context_len, template=served.template,
-        key=options.api_key, aliases=(options.model,),
+        key=options.api_key, aliases=(options.model,), path=path,
     )  # fmt: skip
 
 
@@ -211,6 +241,8 @@ def make_server(service: Any, grace_s: float, url: str) -> Any:
             await super().startup(sockets)
             print(f"serving {service.name} at {url}", flush=True)
             print(f"a page to try it: {url.removesuffix('v1')}", flush=True)
+            if service.path:
+                print(f"each step takes {service.path}", flush=True)
 
         def handle_exit(self, sig: int, frame: Any) -> None:
             if service.is_leaving:
@@ -233,6 +265,7 @@ def main(argv: list[str] | None = None) -> int:
     """
     try:
         options = make_parser().parse_args(argv)
+        logging.basicConfig(format="%(asctime)s %(message)s")  # on stderr
         missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
         if missing:
             raise UsageError(f"{', '.join(missing)}: not installed; pip install 'scaling-workbook[serve]'")
@@ -256,6 +289,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(service: Any, bound: socket.socket, url: str, grace_s: float) -> int:
     """Serve until a signal comes or the engine fails; returns the exit status."""
+    logging.getLogger("workbook.serve").setLevel(logging.INFO)
     server = make_server(service, grace_s, url)
     bound.listen(1024)
     server.run(sockets=[bound])

@@ -31,6 +31,18 @@ def sample_rows(logits: Float[Tensor, "n v"], requests: Sequence[Progress | None
     return torch.where(largest.isfinite(), tokens, NOT_FINITE)
 
 
+def score_rows(
+    logits: Float[Tensor, "n v"], tokens: Int[Tensor, " n"], n_top: int
+) -> tuple[Float[Tensor, " n"], Int[Tensor, "n k"], Float[Tensor, "n k"]]:
+    """The log-probability of each row's token, and the row's likeliest tokens with theirs, at temperature 1.
+
+    ``NOT_FINITE`` in place of a token gets the log-probability of token 0, which means nothing.
+    """
+    logprobs = logits.float().log_softmax(-1)
+    top, likeliest = logprobs.topk(min(n_top, logits.shape[-1]), dim=-1)
+    return logprobs.gather(-1, tokens.clamp(min=0)[:, None]).squeeze(-1), likeliest, top
+
+
 def _draw(logits: Float[Tensor, "n v"], chosen: Sequence[Progress]) -> Int[Tensor, " n"]:
     """A token of each row, drawn as PyTorch does: the largest quotient of probability and exponential noise."""
     width, device = logits.shape[-1], logits.device

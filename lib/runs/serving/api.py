@@ -4,7 +4,8 @@ and a page to try them.
 
 import asyncio
 import hmac
-import json
+import logging
+import re
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -19,12 +20,14 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from lib.given.models.serving import Request as Prompt
 from lib.runs.serving.chat import ChatTemplate
+from lib.runs.serving.forms import Form, Forms
 from lib.runs.serving.metrics import Metrics
 from lib.runs.serving.schema import ApiError, Asked, AskedChat, AskedCompletion, parse, shorter, shown
 from lib.runs.serving.text import Answer, Characters, Tokenizer
-from lib.runs.serving.worker import AnswerFailed, EngineFailed, EngineUnhealthy, Job, Piece, QueueFull, Worker
+from lib.runs.serving.wanted import Wanted
+from lib.runs.serving.worker import AnswerFailed, EngineFailed, Job, QueueFull, Worker
+from lib.runs.serving.writers import ChatWriter, Writer, failed
 
 MAX_BODY_BYTES, RETRY_AFTER_S, CLIENT_LEFT = 16 * 2**20, 1, 499
 BODY_S = 30.0  # from a request's head to the end of its body
@@ -35,6 +38,8 @@ PAGE_HEADERS = {
     "Referrer-Policy": "no-referrer",
 }
 COLDEST = 1e-5  # below this temperature the likeliest token is chosen: logits divided by less might overflow
+ID_HEADER, GIVEN_ID = b"x-request-id", re.compile(r"[!-~]{1,128}")
+LOG = logging.getLogger("workbook.serve")
 T = TypeVar("T")
 
 
@@ -47,9 +52,11 @@ class Service:
         vocab_size, context_len: Of the model.
         template: Writes the prompt of a chat; None if the model has none.
         key: The key that clients must present; None if anybody may ask.
+        path: Which way the engine's steps take, in words for the server's log.
         is_leaving: Whether the server was asked to end, and refuses new requests.
         n_open: Number of requests for completions in progress.
         created: When the server began, in seconds since 1970.
+        forms: Makes the forms that answers must have.
     """
 
     name: str
@@ -61,9 +68,14 @@ class Service:
     template: ChatTemplate | None = None
     key: str | None = None
     aliases: tuple[str, ...] = ()
+    path: str = ""
     is_leaving: bool = False
     n_open: int = 0
     created: int = field(default_factory=lambda: int(time.time()))
+    forms: Forms = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.forms = Forms(self.tokenizer, self.vocab_size)
 
     def describe(self) -> dict[str, Any]:
         """The model, as ``/v1/models`` lists it."""
@@ -105,7 +117,7 @@ class Service:
         Raises:
             ApiError: a prompt is wrong, or does not fit into the context.
         """
-        requests, echoes = [], []
+        requests, echoes = list[Wanted](), list[str]()
         for tokens, echo in self.prompts(asked):
             room = self.context_len - len(tokens)
             n_new = asked.n_new(room)
@@ -116,14 +128,26 @@ class Service:
                     f"context of {self.context_len}"
                 )
                 raise ApiError(400, text, param=name, code="context_length_exceeded")
-            for i in range(asked.n or 1):
-                temperature = 1.0 if asked.temperature is None else asked.temperature
-                temperature = temperature if temperature >= COLDEST else 0.0
-                seed = None if asked.seed is None else (asked.seed + i) % 2**63
-                requests.append(Prompt(tokens, n_new, temperature, seed, top_k=asked.top_k, top_p=asked.top_p))
-                echoes.append(echo)
+            requests += self._requests(asked, tokens, n_new)
+            echoes += [echo] * asked.n_answers
         answers = [Answer(Characters(self.tokenizer.decode, r.tokens), asked.stop) for r in requests]
-        return Job(requests, answers, frozenset() if asked.ignore_eos else self.tokenizer.end_ids), echoes
+        return Job([*requests], answers, frozenset() if asked.ignore_eos else self.tokenizer.end_ids), echoes
+
+    def _requests(self, asked: Asked, tokens: list[int], n_new: int) -> list[Wanted]:
+        """A request for each answer to a prompt, with seeds that follow each other; all but the first are its forks."""
+        temperature = 1.0 if asked.temperature is None else asked.temperature
+        temperature = temperature if temperature >= COLDEST else 0.0
+        chooses, made = asked.n_answers > (asked.n or 1), list[Wanted]()
+        shape, forms = asked.response_format, list[Form | None]([None] * asked.n_answers)
+        if shape and shape.type != "text":
+            forms = [*self.forms.make(shape, asked.n_answers)]
+        for i, form in enumerate(forms):
+            made.append(Wanted(
+                tokens, n_new, temperature, None if asked.seed is None else (asked.seed + i) % 2**63,
+                top_k=asked.top_k, top_p=asked.top_p, first=made[0] if made else None, form=form,
+                n_top=0 if chooses and asked.n_top is None else asked.n_top,
+            ))  # fmt: skip
+        return made
 
     def _check_tokens(self, tokens: list[int], source: str) -> None:
         if not tokens:
@@ -200,8 +224,8 @@ def _add_routes(app: FastAPI, service: Service) -> None:
 
     @app.get("/health")
     async def health() -> Response:
-        if failed := service.worker.error or service.worker.unhealthy:
-            raise _failed(failed)
+        if fault := service.worker.error or service.worker.unhealthy:
+            raise failed(fault)
         return JSONResponse({"status": "ok"})
 
     @app.get("/metrics")
@@ -231,10 +255,10 @@ async def _read_body(http: Request) -> bytes:
 
 async def _complete(http: Request, service: Service, asked: Asked) -> Response:
     service.check_model(asked.model)
-    writer = (ChatWriter if isinstance(asked, AskedChat) else Writer)(service.name, asked)
+    writer = (ChatWriter if isinstance(asked, AskedChat) else Writer)(service.name, service.tokenizer, asked)
     job, echoes = await run_in_threadpool(service.prepare, asked)
     try:
-        await _submit(service.worker, job, asked.n or 1)
+        await _submit(service.worker, job, asked)
         first = await _unless_gone(http, job.next())
         if asked.stream:
             return EventStream(writer.events(job, echoes, first), service.worker, job)
@@ -243,15 +267,15 @@ async def _complete(http: Request, service: Service, asked: Asked) -> Response:
             pieces.append(await _unless_gone(http, job.next()))
         return JSONResponse(writer.whole(job, echoes, pieces))
     except (EngineFailed, AnswerFailed) as error:
-        raise _failed(error) from None
+        raise failed(error) from None
     except BaseException:
         service.worker.cancel(job)
         raise
 
 
-async def _submit(worker: Worker, job: Job, n_choices: int) -> None:
+async def _submit(worker: Worker, job: Job, asked: Asked) -> None:
     if len(job.requests) > worker.max_waiting:
-        name = "n" if n_choices > 1 else "prompt"
+        name = "best_of" if asked.n_answers > (asked.n or 1) else "n" if asked.n_answers > 1 else "prompt"
         text = f"{name}: {len(job.requests)} answers are more than the queue of {worker.max_waiting} holds"
         raise ApiError(400, text, param=name)
     try:
@@ -287,13 +311,6 @@ async def _gone(http: Request) -> None:
         pass
 
 
-def _failed(error: EngineFailed | AnswerFailed) -> ApiError:
-    if isinstance(error, EngineUnhealthy):
-        return ApiError(503, str(error), code="engine_unhealthy", kind="server_error")
-    code = "engine_failed" if isinstance(error, EngineFailed) else "failed"
-    return ApiError(500, str(error), code=code, kind="server_error")
-
-
 async def _as_json(http: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):  # no such page, no such method
         text = f"{http.method} {http.url.path}: {error.detail}"
@@ -304,92 +321,6 @@ async def _as_json(http: Request, error: Exception) -> Response:
             500, f"this request failed: {type(error).__name__}: {error}", code="failed", kind="server_error"
         )
     return JSONResponse(error.body, error.status, headers=error.headers)
-
-
-class Writer:
-    """Writes completions in the interface's form.
-
-    Args:
-        model: Its name.
-        asked: The request.
-    """
-
-    prefix, whole_name, part_name = "cmpl", "text_completion", "text_completion"
-
-    def __init__(self, model: str, asked: Asked) -> None:
-        self.asked = asked
-        name = self.part_name if asked.stream else self.whole_name
-        self.head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "object": name, "created": int(time.time())}
-        self.head |= {"model": model}
-
-    def whole(self, job: Job, echoes: list[str], pieces: list[Piece]) -> dict[str, Any]:
-        """All answers at once."""
-        texts = [_completed(text, job, i) for i, text in enumerate(echoes)]
-        reasons = [""] * len(echoes)
-        for piece in pieces:
-            texts[piece.index] += piece.text
-            reasons[piece.index] = piece.finish_reason or ""
-        choices = [self._choice(i, text, reason) for i, (text, reason) in enumerate(zip(texts, reasons, strict=True))]
-        return self.head | {"choices": choices, "usage": self._usage(job)}
-
-    async def events(self, job: Job, echoes: list[str], piece: Piece) -> AsyncIterator[str]:
-        """The answers as server-sent events, beginning with a first piece."""
-        n_open, told = len(echoes), set[int]()
-        while True:
-            if piece.text or piece.finish_reason:
-                is_first = piece.index not in told
-                echo = _completed(echoes[piece.index], job, piece.index) if is_first else ""
-                told.add(piece.index)
-                yield self._event([self._part(piece.index, echo + piece.text, piece.finish_reason, is_first)])
-            n_open -= piece.finish_reason is not None
-            if n_open == 0:
-                break
-            try:
-                piece = await job.next()
-            except (EngineFailed, AnswerFailed) as error:  # the HTTP status was sent already
-                yield f"data: {json.dumps(_failed(error).body)}\n\n"
-                return
-        if self._counts:
-            yield self._event([], self._usage(job))
-        yield "data: [DONE]\n\n"
-
-    @property
-    def _counts(self) -> bool:
-        return bool(self.asked.stream_options and self.asked.stream_options.include_usage)
-
-    def _event(self, choices: list[dict[str, Any]], usage: dict[str, int] | None = None) -> str:
-        counted = {"usage": usage} if self._counts else {}
-        return f"data: {json.dumps(self.head | {'choices': choices} | counted)}\n\n"
-
-    def _choice(self, index: int, text: str, reason: str | None) -> dict[str, Any]:
-        return {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
-
-    def _part(self, index: int, text: str, reason: str | None, is_first: bool) -> dict[str, Any]:
-        return self._choice(index, text, reason)
-
-    def _usage(self, job: Job) -> dict[str, int]:
-        n_choices = self.asked.n or 1
-        n_prompt, n_new = sum(len(request.tokens) for request in job.requests[::n_choices]), sum(job.n_tokens)
-        return {"prompt_tokens": n_prompt, "completion_tokens": n_new, "total_tokens": n_prompt + n_new}
-
-
-class ChatWriter(Writer):
-    """Writes answers as an assistant's messages."""
-
-    prefix, whole_name, part_name = "chatcmpl", "chat.completion", "chat.completion.chunk"
-
-    def _choice(self, index: int, text: str, reason: str | None) -> dict[str, Any]:
-        message = {"role": "assistant", "content": text, "refusal": None}
-        return {"index": index, "message": message, "logprobs": None, "finish_reason": reason}
-
-    def _part(self, index: int, text: str, reason: str | None, is_first: bool) -> dict[str, Any]:
-        delta = ({"role": "assistant"} if is_first else {}) | {"content": text}
-        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
-
-
-def _completed(echo: str, job: Job, index: int) -> str:
-    """The text of a prompt up to where the answer's begins, which may complete the prompt's last character."""
-    return echo[: len(echo) - job.answers[index].characters.n_replaced]
 
 
 class EventStream(StreamingResponse):
@@ -407,7 +338,8 @@ class EventStream(StreamingResponse):
 
 
 class Door:
-    """Counts the requests for completions, and refuses all of ``/v1`` once the server was asked to end.
+    """Gives each request an id, counts and logs the requests for completions, and refuses all once the server
+    was asked to end.
 
     Args:
         app: The application.
@@ -418,18 +350,25 @@ class Door:
         self.app, self.service = app, service
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] != "http" or scope["path"] == "/metrics":
+        if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        if self.service.is_leaving:
+        name = request_id(scope)
+
+        async def named(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), (ID_HEADER, name.encode())]
+            await send(message)
+
+        if self.service.is_leaving and scope["path"] != "/metrics":
             text = "this server was asked to end, and completes only what it has begun"
             error = ApiError(503, text, code="leaving", kind="server_error", headers={"Connection": "close"})
-            return await JSONResponse(error.body, 503, headers=error.headers)(scope, receive, send)
+            return await JSONResponse(error.body, 503, headers=error.headers)(scope, receive, named)
         if scope["path"] not in ("/v1/completions", "/v1/chat/completions"):
-            return await self.app(scope, receive, send)
-        return await self._counted(scope, receive, send)
+            return await self.app(scope, receive, named)
+        return await self._counted(scope, receive, named, name)
 
-    async def _counted(self, scope: Any, receive: Any, send: Any) -> None:
-        status = "499"
+    async def _counted(self, scope: Any, receive: Any, send: Any, name: str) -> None:
+        status, began = str(CLIENT_LEFT), time.perf_counter()
 
         async def noting(message: Any) -> None:
             nonlocal status
@@ -446,3 +385,11 @@ class Door:
         finally:
             self.service.n_open -= 1
             self.service.metrics.responses.labels(status).inc()
+            taken = time.perf_counter() - began
+            LOG.info("%s %s: status %s after %.3f s, request %s", scope["method"], scope["path"], status, taken, name)
+
+
+def request_id(scope: Any) -> str:
+    """The id that a client gave its request, if it is short and has only signs that a log can hold; else a new one."""
+    given = next((value for header, value in scope["headers"] if header == ID_HEADER), b"").decode("latin-1")
+    return given if GIVEN_ID.fullmatch(given) else f"req-{uuid.uuid4().hex}"

@@ -10,7 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lib.fast.parts.sample import NOT_FINITE, score_rows
+from lib.fast.serving import InFlight, to_host
 from lib.given.models.serving import Chunk, Progress, Request
+from lib.llama import sample_next
+from lib.runs.serving.forms import Form, masked
+from lib.runs.serving.wanted import drawn, first_of, form_of, n_top_of
 from lib.serving import Engine, PrefixTree, Scheduler
 
 
@@ -21,23 +26,35 @@ class PrefixEngine(Engine):
     request's blocks as if none were shared. So the blocks of running requests always fit into the pool, and when no
     block is free, the tree holds one that nobody else uses.
 
+    Of several requests with one prompt, only the first is scheduled. Once its prompt is computed, the others begin as
+    forks of its cache, and draw their first token from the same scores.
+
     Args:
         model, scheduler: As for ``Engine``.
         on_found: Called with the number of tokens that a request found in the tree.
+        on_forked: Called with the number of tokens that a fork shares with the first request of its prompt.
+
+    Attributes:
+        held: For each first request the others, until its prompt is computed.
     """
 
-    def __init__(self, model: nn.Module, scheduler: Scheduler, on_found: Callable[[int], None] = lambda n: None):
+    def __init__(self, model: nn.Module, scheduler: Scheduler, on_found: Callable[[int], None] = lambda n: None,
+                 on_forked: Callable[[int], None] = lambda n: None):  # fmt: skip
         super().__init__(model, scheduler)
-        self.tree, self.on_found = PrefixTree(scheduler.block_size), on_found
+        self.tree, self.on_found, self.on_forked = PrefixTree(scheduler.block_size), on_found, on_forked
+        self.held: dict[Request, list[Request]] = {}
+        self.raw = torch.empty(0)  # this step's logits, before the tokens that forms do not allow are taken out
+        self.forked: list[tuple[Chunk, Tensor]] = []  # the forks that began in this step, with their first logits
         self.acquired: dict[Progress, list[int]] = {}
         self.without_scores: set[Request] = set()
+        self.scores: dict[Request, Tensor] = {}  # the logits of this step's requests that want them
         self.in_step: list[Progress] | None = None  # those that take part in this step, once it is known
 
     def step(self) -> list[tuple[Request, Any]]:
-        """As ``Engine.step``, but a request for whose next token the model has no scores gets an ``ArithmeticError`` in
-        place of a token.
+        """As ``Engine.step``, but a request that wants scores gets a ``Drawn`` in place of a token, and one for whose
+        next token the model has no scores gets an ``ArithmeticError``.
 
-        Its logits are NaN or infinite, for example after an overflow of float16.
+        The logits of the latter are NaN or infinite, for example after an overflow of float16.
         To draw from them would raise an exception, and on a
         GPU end all work of the process.
         """
@@ -45,8 +62,79 @@ class PrefixEngine(Engine):
         if self.steps is not None:
             return self.step_ahead()
         self.without_scores.clear()
-        fault = ArithmeticError("the model's scores of the next token are not finite")
-        return [(request, fault if request in self.without_scores else token) for request, token in super().step()]
+        self.scores.clear()
+        self.forked.clear()
+        new = super().step()
+        for chunk, logits in self.forked:
+            token = int(sample_next(logits[None], **chunk.progress.sampling(logits.device)))
+            self.scheduler.advance(chunk, token)
+            new.append((chunk.progress.request, token))
+        self.release()
+        for request, token in new:
+            if form := form_of(request):
+                form.add(token)
+        return [(request, self._told(request, token)) for request, token in new]
+
+    def submit(self, request: Request) -> None:
+        """As ``Runner.submit``; a request whose prompt another is about to compute is held until then."""
+        first = self.scheduler.find(first_of(request)) if first_of(request) else None
+        if first is None or len(first.tokens) > len(first.request.tokens):
+            super().submit(request)
+        else:
+            self.held.setdefault(first.request, []).append(request)
+
+    @property
+    def n_held(self) -> int:
+        """Requests that wait for the prompt of another."""
+        return sum(map(len, self.held.values()))
+
+    def cancel(self, request: Request) -> bool:
+        """As ``Runner.cancel``; the forks of a request that leaves early are queued by themselves."""
+        for held in self.held.values():
+            if request in held:
+                held.remove(request)
+                return True
+        found = super().cancel(request)
+        self._queue(self.held.pop(request, []))
+        return found
+
+    def _queue(self, requests: list[Request]) -> None:
+        """Let requests that were held wait at the head of the queue."""
+        self.scheduler.waiting.extendleft(map(Progress, reversed(requests)))
+
+    def _told(self, request: Request, token: int) -> Any:
+        if request in self.without_scores:
+            return ArithmeticError("the model's scores of the next token are not finite")
+        if fault := fault_of(request):
+            return fault
+        if request not in self.scores:
+            return token
+        found = score_rows(self.scores[request][None], torch.tensor([token]), n_top_of(request) or 0)
+        scores: list[Any] = [x[0].tolist() for x in found]
+        return drawn(token, *scores)
+
+    def note(self, logits: Tensor, wanted: list[Progress | None], tokens: Tensor) -> Any:
+        """The scores of the rows whose requests want them: for each request its row among them, and the scores."""
+        asked = {p: row for row, p in enumerate(wanted) if p and n_top_of(p.request) is not None}
+        if not asked:
+            return {}, None
+        rows = torch.tensor(list(asked.values()), pin_memory=logits.is_cuda).to(logits.device, non_blocking=True)
+        n_top = max(n_top_of(progress.request) or 0 for progress in asked)
+        found = score_rows(self.raw[rows], tokens[rows], n_top)
+        return {progress: i for i, progress in enumerate(asked)}, [to_host(x) for x in found]
+
+    def told(self, progress: Progress, flight: InFlight, token: int) -> Any:
+        """The token, with its scores if the request wants them."""
+        if form := form_of(progress.request):
+            form.accept(progress.tokens[len(progress.request.tokens) : flight.places[progress] + 1])
+            if fault := fault_of(progress.request):
+                return fault
+        rows, found = flight.notes
+        if progress not in rows:
+            return token
+        logprob, tokens, logprobs = (x[rows[progress]].tolist() for x in found)
+        n = n_top_of(progress.request) or 0
+        return drawn(token, logprob, tokens[:n], logprobs[:n])
 
     def abandon(self) -> list[Request]:
         """After a step that raised an exception: drop the requests that took part in it, and free all of their blocks.
@@ -65,19 +153,28 @@ class PrefixEngine(Engine):
                 self.cache.free(self.sequences.pop(progress))
             if progress in self.acquired:
                 self.tree.release(self.acquired.pop(progress))
+        for progress in dropped:
+            self._queue(self.held.pop(progress.request, []))
         self.in_step = None
         self.release()
         return [progress.request for progress in dropped]
 
+    @torch.no_grad()
     def run(self, chunks: list[Chunk]) -> Iterator[Tensor]:
         """The logits, but zeros where the largest is NaN or infinite; the requests of these are noted."""
-        rows = list(super().run(chunks))
-        largest = torch.stack([row.amax() for row in rows]).tolist() if rows else []
-        for i, (chunk, value) in enumerate(zip(chunks, largest, strict=True)):
-            if not math.isfinite(value):
-                self.without_scores.add(chunk.progress.request)
-                rows[i] = torch.zeros_like(rows[i])
-        return iter(rows)
+        if not chunks:
+            return iter(())
+        logits, order = self._logits(chunks)
+        rows = {}
+        for row, raw, chunk, largest in zip(logits, self.raw, order, logits.amax(-1).tolist(), strict=True):
+            request = chunk.progress.request
+            if not math.isfinite(largest):
+                self.without_scores.add(request)
+            rows[chunk.progress] = row if math.isfinite(largest) else torch.zeros_like(row)
+            if n_top_of(request) is not None:
+                self.scores[request] = raw.cpu()
+        self.forked = [(chunk, rows[chunk.progress]) for chunk in order[len(chunks) :]]
+        return (rows[chunk.progress] for chunk in chunks)
 
     def _logits(self, chunks: list[Chunk]) -> tuple[Tensor, list[Chunk]]:
         """Pass chunks through the model, without the tokens of a new request's first chunk that the tree knows."""
@@ -92,7 +189,49 @@ class PrefixEngine(Engine):
         for progress, n in chunks:
             if n > 1:
                 self._remember(progress)
-        return logits, [whole[chunk.progress] for chunk in order]
+        self.raw, order = self._fork(logits, [whole[chunk.progress] for chunk in order])
+        return self._masked(order), order
+
+    def _masked(self, order: list[Chunk]) -> Tensor:
+        """The logits, without the tokens that a request's form does not allow."""
+        rows, forms = list[int](), list[Form]()
+        for row, (progress, _) in enumerate(order):
+            form = form_of(progress.request) if order[row].completes else None
+            if form:
+                new = progress.tokens[len(progress.request.tokens) :]
+                if progress in self._flight.rows and new:  # the step before: read while the device computes this one
+                    new[-1] = self._flight.read()[self._flight.rows[progress]]
+                form.accept([token for token in new if token != NOT_FINITE])
+                if not form.is_over:
+                    rows.append(row)
+                    forms.append(form)
+        return masked(self.raw, rows, forms) if rows else self.raw
+
+    def _fork(self, logits: Tensor, order: list[Chunk]) -> tuple[Tensor, list[Chunk]]:
+        """Start the requests that waited for a prompt which this step has computed: behind the step's own rows comes
+        one for each of them, with the logits of its first.
+        """
+        rows = list[int]()
+        for row, chunk in enumerate(order[:]):
+            held = self.held.pop(chunk.progress.request, []) if chunk.completes else []
+            n_blocks = self.scheduler.blocks_for(len(chunk.progress.tokens))
+            n_rows = len(held) if self.steps is None else len(self.steps.sampled) - len(order)
+            n = max(0, min(len(held), n_rows, self.scheduler.n_free // n_blocks))
+            order += [self._begin_fork(request, chunk.progress, n_blocks) for request in held[:n]]
+            rows += [row] * n
+            self._queue(held[n:])
+        return (torch.cat([logits, logits[rows]]) if rows else logits), order
+
+    def _begin_fork(self, request: Request, first: Progress, n_blocks: int) -> Chunk:
+        made = Progress(request)
+        self.scheduler.running[made] = n_blocks
+        self.sequences[made] = self.cache.fork(self.sequences[first])
+        self.acquired[made] = made.tokens[:-1]
+        self.tree.acquire(self.acquired[made])
+        self.on_forked(len(made.tokens))
+        if self.in_step is not None:
+            self.in_step.append(made)
+        return Chunk(made, len(made.tokens))
 
     def release(self) -> None:
         """Free the blocks of requests that no longer run, after the tree has become a user of the full ones."""
@@ -122,12 +261,20 @@ class PrefixEngine(Engine):
 
     def _extend(self, sequence: int, n_tokens: int) -> Tensor:
         pool, end = self.cache.allocator, self.cache.length_of(sequence) + n_tokens
-        n_needed = self.scheduler.blocks_for(end) - len(self.cache.tables[sequence])
+        table, start = self.cache.tables[sequence], self.cache.length_of(sequence) // self.cache.block_size
+        n_copied = sum(pool.n_users[block] > 1 for block in table[start:])  # of forks: the block that both go on from
+        n_needed = self.scheduler.blocks_for(end) - len(table) + n_copied
         lot = self.cache.n_blocks // 32  # to find the oldest leaf means to look at all, so several go at a time
         while n_needed > pool.n_free and (evicted := evict(self.tree, max(n_needed - pool.n_free, lot))):
             for block in evicted:
                 pool.free(block)
         return super()._extend(sequence, n_tokens)
+
+
+def fault_of(request: Request) -> Exception | None:
+    """What ends a request in place of its next token: its form cannot go on."""
+    form = form_of(request)
+    return RuntimeError(f"response_format: {form.error}") if form and form.error else None
 
 
 def evict(tree: Any, n: int) -> list[int]:

@@ -5,7 +5,9 @@ import re
 from collections.abc import Iterator
 from typing import Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from lib.runs.serving.wanted import MOST_LIKELY
 
 MAX_STOPS, DEFAULT_MAX_TOKENS = 4, 16
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -20,15 +22,12 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 Some belong to the interface, and vLLM's load generator adds the others.
 """
-NEUTRAL_COMPLETION: dict[str, tuple[Any, ...]] = {"logprobs": (None,), "suffix": (None, "")}
+NEUTRAL_COMPLETION: dict[str, tuple[Any, ...]] = {"suffix": (None, "")}
 """The same, of ``/v1/completions`` alone."""
 NEUTRAL_CHAT: dict[str, tuple[Any, ...]] = {
-    "logprobs": (None, False),
-    "top_logprobs": (None, 0),
     "tools": (None, []),
     "tool_choice": (None, "none"),
     "parallel_tool_calls": (None, True, False),
-    "response_format": (None, {"type": "text"}),
     "modalities": (None, ["text"]),
     "store": (None, False),
     "metadata": (None, {}),
@@ -62,6 +61,32 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
+class JsonSchema(BaseModel):
+    """A schema with its name; ``strict`` changes nothing, because every answer keeps to the schema."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | bool = Field(default_factory=dict, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(BaseModel):
+    """What an answer must look like. The regular expression is this server's own addition."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    type: Literal["text", "json_object", "json_schema", "regex"]
+    json_schema: JsonSchema | None = None
+    pattern: str | None = None
+
+    @model_validator(mode="after")
+    def _check_parts(self) -> "ResponseFormat":
+        for kind, name in (("json_schema", "json_schema"), ("regex", "pattern")):
+            if (getattr(self, name) is not None) != (self.type == kind):
+                raise ValueError(f"expected {name} if, and only if, the type is {kind}")
+        return self
+
+
 class Asked(BaseModel):
     """What the bodies of both kinds of requests share. null means the default, as does a field that is absent."""
 
@@ -78,6 +103,7 @@ class Asked(BaseModel):
     stream_options: StreamOptions | None = None
     stop: Any = Field(default_factory=list)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    response_format: ResponseFormat | None = None
     user: str | None = None
     ignore_eos: bool | None = None
     logit_bias: Any = None
@@ -104,15 +130,25 @@ class Asked(BaseModel):
         """Tokens of an answer at most, where the context has room for so many."""
         raise NotImplementedError
 
+    @property
+    def n_answers(self) -> int:
+        """Answers to each prompt that are computed; the best n of them are returned."""
+        return self.n or 1
+
+    @property
+    def n_top(self) -> int | None:
+        """The likeliest tokens to return beside each of an answer's; None: no scores at all."""
+        raise NotImplementedError
+
 
 class AskedCompletion(Asked):
     """The body of a request to ``/v1/completions``."""
 
     source = "prompt"
     prompt: Any
-    best_of: int | None = Field(None, ge=1)
+    best_of: int | None = Field(None, ge=1, le=128)
     echo: bool | None = None
-    logprobs: Any = None
+    logprobs: int | None = Field(None, ge=0, le=MOST_LIKELY)
     suffix: Any = None
 
     @field_validator("prompt")
@@ -137,6 +173,14 @@ class AskedCompletion(Asked):
 
     def n_new(self, room: int) -> int:
         return self.max_tokens or max(1, min(DEFAULT_MAX_TOKENS, room))
+
+    @property
+    def n_answers(self) -> int:
+        return self.best_of or self.n or 1
+
+    @property
+    def n_top(self) -> int | None:
+        return self.logprobs
 
 
 class Message(BaseModel):
@@ -171,12 +215,11 @@ class AskedChat(Asked):
     source = "messages"
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
-    logprobs: Any = None
-    top_logprobs: Any = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MOST_LIKELY)
     tools: Any = None
     tool_choice: Any = None
     parallel_tool_calls: Any = None
-    response_format: Any = None
     modalities: Any = None
     store: Any = None
     metadata: Any = None
@@ -188,6 +231,10 @@ class AskedChat(Asked):
 
     def n_new(self, room: int) -> int:
         return self.max_completion_tokens or self.max_tokens or max(1, room)
+
+    @property
+    def n_top(self) -> int | None:
+        return self.top_logprobs or 0 if self.logprobs else None
 
 
 def _neutral(value: Any, accepted: tuple[Any, ...]) -> Any:
@@ -256,12 +303,23 @@ def parse(body: bytes, kind: type[Kind]) -> Kind:
         asked = kind.model_validate_json(body)
     except ValidationError as error:
         raise _first_fault(error) from None
-    if isinstance(asked, AskedCompletion) and asked.best_of not in (None, asked.n or 1):
-        text = f"best_of: {shown(asked.best_of)} is not n = {asked.n or 1}; not supported by this server"
-        raise ApiError(400, text, param="best_of")
-    if asked.stream_options and not asked.stream:
-        raise ApiError(400, "stream_options: only with stream = true", param="stream_options")
+    for name, text in _contradictions(asked):
+        raise ApiError(400, f"{name}: {text}", param=name)
     return asked
+
+
+def _contradictions(asked: Asked) -> Iterator[tuple[str, str]]:
+    """Fields that do not go with others, and why."""
+    if asked.stream_options and not asked.stream:
+        yield "stream_options", "only with stream = true"
+    if isinstance(asked, AskedChat) and asked.top_logprobs and not asked.logprobs:
+        yield "top_logprobs", "only with logprobs = true"
+    if asked.n_answers < (asked.n or 1):
+        yield "best_of", f"{asked.n_answers} is less than n = {asked.n}, and the best n of so many are returned"
+    if asked.n_answers > (asked.n or 1) and asked.stream:
+        yield "best_of", "not with stream = true: which answers are best is known when all are complete"
+    if isinstance(asked, AskedCompletion) and asked.echo and asked.logprobs is not None:
+        yield "logprobs", "not with echo = true; this server has no scores of a prompt's tokens"
 
 
 def _first_fault(error: ValidationError) -> ApiError:

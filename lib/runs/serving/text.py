@@ -1,5 +1,7 @@
 """Text of a stream of tokens: whole characters only, and none that belong to a stop string."""
 
+import json
+import re
 from collections.abc import Callable, Sequence
 from os.path import commonprefix
 from pathlib import Path
@@ -8,6 +10,19 @@ from typing import Protocol
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 WINDOW = 16  # tokens of the prompt that an answer is decoded with
 LONGEST = 3  # bytes of UTF-8, and so tokens, after which a character may still be incomplete
+
+
+ONE_BYTE = re.compile("<0x[0-9A-F]{2}>")  # a token of SentencePiece for a byte of a character that has none
+
+
+def _bytes_by_letter() -> dict[str, int]:
+    """The byte that each letter of a byte-level vocabulary stands for: itself where it can be printed."""
+    printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printed]
+    return {chr(byte): byte for byte in printed} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+BYTES = _bytes_by_letter()
 
 
 class Characters:
@@ -74,6 +89,9 @@ class Tokenizer(Protocol):
     def decode(self, tokens: list[int]) -> str:
         """The text of tokens; a token that the tokenizer lacks has none."""
 
+    def bytes_of(self, token: int) -> bytes:
+        """What a token stands for in the middle of a text; perhaps a part of a character."""
+
 
 class ByteTokenizer:
     """Tokens that are bytes, or sequences of bytes.
@@ -126,6 +144,8 @@ class FileTokenizer:
         added = self.theirs.get_added_tokens_decoder()
         self.n_tokens = 1 + max((*self.theirs.get_vocab().values(), *added), default=-1)
         self.end_ids = frozenset((i for i, token in added.items() if token.special) if end_ids is None else end_ids)
+        self.added = {i: token.content for i, token in added.items()}
+        self.is_of_bytes = '"ByteLevel"' in json.dumps(json.loads(self.theirs.to_str()).get("decoder"))
 
     def encode(self, text: str) -> list[int]:
         found = self.theirs.encode(text)
@@ -140,6 +160,16 @@ class FileTokenizer:
     def decode(self, tokens: list[int]) -> str:
         return self.theirs.decode(tokens)
 
+    def bytes_of(self, token: int) -> bytes:
+        if token in self.added:
+            return self.added[token].encode()
+        name = self.theirs.id_to_token(token) or ""
+        if self.is_of_bytes:
+            return b"".join(bytes([BYTES[letter]]) if letter in BYTES else letter.encode() for letter in name)
+        if ONE_BYTE.fullmatch(name):
+            return bytes([int(name[3:5], 16)])
+        return name.replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode()
+
 
 class Answer:
     """The text of one answer, up to the first stop string.
@@ -150,10 +180,13 @@ class Answer:
 
     Attributes:
         is_stopped: Whether a stop string was found; what follows is dropped.
+        n_read: Characters that the tokens so far have completed.
+        n_certain: Those among them that are certain to belong to the answer.
     """
 
     def __init__(self, characters: Characters, stops: Sequence[str] = ()) -> None:
         self.characters, self.stops, self.held, self.is_stopped = characters, stops, "", False
+        self.n_read = self.n_certain = 0
 
     def add(self, token: int) -> str:
         """The text that is certain to belong to the answer, now that this token is known."""
@@ -163,16 +196,19 @@ class Answer:
         """The rest of the text, after the last token."""
         certain = self._release(self.characters.finish())
         rest, self.held = self.held, ""
+        self.n_certain += len(rest)
         return certain + rest
 
     def _release(self, new: str) -> str:
         if self.is_stopped:
             return ""
         self.held += new
+        self.n_read += len(new)
         found = [(at + len(stop), at) for stop in self.stops if (at := self.held.find(stop)) >= 0]
         n_certain = min(found)[1] if found else len(self.held) - self._n_uncertain()
         certain, self.held = self.held[:n_certain], "" if found else self.held[n_certain:]
         self.is_stopped = bool(found)
+        self.n_certain += len(certain)
         return certain
 
     def _n_uncertain(self) -> int:

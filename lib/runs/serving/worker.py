@@ -8,13 +8,14 @@ import queue
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from lib.given.models.serving import Request
 from lib.runs.serving.metrics import Metrics
 from lib.runs.serving.text import Answer
+from lib.runs.serving.wanted import Drawn, first_of, form_of
 
 
 class Engine(Protocol):
@@ -22,6 +23,7 @@ class Engine(Protocol):
 
     Attributes:
         scheduler: Has ``waiting``, ``running`` and ``n_free``.
+        n_held: Requests that wait for another's prompt; an engine without forks needs none.
     """
 
     scheduler: Any
@@ -34,7 +36,10 @@ class Engine(Protocol):
     def cancel(self, request: Request) -> bool: ...
 
     def step(self) -> list[tuple[Request, Any]]:
-        """The new tokens, each with its request; an exception in place of a token ends only this request."""
+        """The new tokens, each with its request, and as a ``Drawn`` if the request wants scores.
+
+        An exception in place of a token ends only this request.
+        """
 
     def abandon(self) -> list[Request]:
         """After a step that raised: drop the requests that took part in it, free their blocks, and return them."""
@@ -61,6 +66,14 @@ class QueueFull(RuntimeError):
 
 
 @dataclass(frozen=True)
+class Scored:
+    """A token of an answer with its scores, and the character of the answer's text at which it begins."""
+
+    drawn: Drawn
+    offset: int
+
+
+@dataclass(frozen=True)
 class Piece:
     """What a step adds to an answer.
 
@@ -69,12 +82,14 @@ class Piece:
         text: New text, which may be empty.
         n_tokens: Tokens of the answer so far.
         finish_reason: "stop" or "length" if this is the end, else None.
+        scores: Of the tokens of the new text, if the request wants them.
     """
 
     index: int
     text: str
     n_tokens: int
     finish_reason: str | None
+    scores: Sequence[Scored] = ()
 
 
 @dataclass(eq=False)
@@ -86,6 +101,9 @@ class Job:
         answers: The text of each.
         end_ids: Tokens that end an answer.
         n_tokens: Tokens of each answer so far.
+        logprobs: Sum of the log-probabilities of each answer's tokens, if they come with scores.
+        first_s: When the first token of each came, in seconds after ``arrived``.
+        held: Scores of each answer's tokens whose text is not certain yet.
         arrived: When it came, by ``time.perf_counter``.
         pieces: What the steps add, or the exception that ends all.
     """
@@ -94,25 +112,44 @@ class Job:
     answers: list[Answer]
     end_ids: frozenset[int] = frozenset()
     n_tokens: list[int] = field(init=False)
+    logprobs: list[float] = field(init=False)
+    first_s: list[float] = field(init=False)
+    held: list[list[Scored]] = field(init=False)
     arrived: float = field(default_factory=time.perf_counter)
     pieces: asyncio.Queue = field(default_factory=asyncio.Queue)
 
     def __post_init__(self) -> None:
         self.n_tokens = [0] * len(self.requests)
+        self.logprobs, self.first_s = [0.0] * len(self.requests), [0.0] * len(self.requests)
+        self.held = [[] for _ in self.requests]
 
-    def add(self, index: int, token: int) -> Piece:
+    def add(self, index: int, new: int | Drawn) -> Piece:
         """Note a new token of an answer."""
         self.n_tokens[index] += 1
         answer, reason = self.answers[index], None
+        token = new.token if isinstance(new, Drawn) else new
+        if isinstance(new, Drawn):
+            self.logprobs[index] += new.logprob
+            if token not in self.end_ids:
+                self.held[index].append(Scored(new, answer.n_read))
         text = "" if token in self.end_ids else answer.add(token)
-        if token in self.end_ids or answer.is_stopped:
+        form = form_of(self.requests[index])
+        if token in self.end_ids or answer.is_stopped or (form and form.is_over):
             reason = "stop"
         elif self.n_tokens[index] >= self.requests[index].max_new_tokens:
             reason = "length"
         if reason:
             text += answer.finish()
             reason = "stop" if answer.is_stopped else reason
-        return Piece(index, text, self.n_tokens[index], reason)
+        return Piece(index, text, self.n_tokens[index], reason, self._scores(index, bool(reason)))
+
+    def _scores(self, index: int, is_end: bool) -> list[Scored]:
+        """The scores that were held until now: those of the certain text, and at the end all but a stop string's."""
+        answer, held = self.answers[index], self.held[index]
+        takes_all = is_end and not answer.is_stopped
+        found = held[:] if takes_all else [one for one in held if one.offset < answer.n_certain]
+        del held[: len(found)]
+        return found
 
     async def next(self) -> Piece:
         """The next piece of any answer.
@@ -232,7 +269,7 @@ class Worker:
         try:
             if self.unhealthy:
                 raise self.unhealthy
-            n_waiting = len(self.engine.scheduler.waiting)
+            n_waiting = self._n_waiting
             if n_waiting + len(job.requests) > self.max_waiting:
                 raise QueueFull(f"{n_waiting} requests wait already, and the queue holds {self.max_waiting}")
             for index, request in enumerate(job.requests):
@@ -244,7 +281,9 @@ class Worker:
         except Exception as error:
             self._resolve(job, self._give_up(job, error))
         else:
-            self.metrics.prompt_tokens.inc(sum(len(request.tokens) for request in job.requests))
+            for n_tokens in (len(request.tokens) for request in job.requests if first_of(request) is None):
+                self.metrics.prompt_tokens.inc(n_tokens)
+                self.metrics.prompt_length.observe(n_tokens)
             self._resolve(job, None)
 
     def _resolve(self, job: Job, error: Exception | None) -> None:
@@ -278,8 +317,10 @@ class Worker:
                 pieces.append((job, self._give_up(job, error)))
                 continue
             if piece.n_tokens == 1:
-                self.metrics.time_to_first_token.observe(time.perf_counter() - job.arrived)
+                job.first_s[index] = time.perf_counter() - job.arrived
+                self.metrics.time_to_first_token.observe(job.first_s[index])
             if piece.finish_reason:
+                self.metrics.observe_end(piece.n_tokens, time.perf_counter() - job.arrived, job.first_s[index])
                 del self._jobs[request]
                 self.engine.cancel(request)  # does nothing for an answer that its last token ended
             pieces.append((job, piece))
@@ -306,9 +347,13 @@ class Worker:
             if not self._loop.is_closed():
                 raise
 
+    @property
+    def _n_waiting(self) -> int:
+        return len(self.engine.scheduler.waiting) + getattr(self.engine, "n_held", 0)
+
     def _count(self) -> None:
         scheduler = self.engine.scheduler
-        self.metrics.waiting.set(len(scheduler.waiting))
+        self.metrics.waiting.set(self._n_waiting)
         self.metrics.running.set(len(scheduler.running))
         self.metrics.blocks_free.set(scheduler.n_free)
 

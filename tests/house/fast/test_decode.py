@@ -17,7 +17,10 @@ from lib.given.models.llama import LlamaConfig
 from lib.given.models.serving import Progress, Request
 from lib.llama import Llama, RMSNorm, sample_next
 from lib.rope import apply_rope, precompute_rope
+from lib.runs.serving.draft import DraftEngine, Lookup
+from lib.runs.serving.forms import Form
 from lib.runs.serving.prefix import PrefixEngine
+from lib.runs.serving.wanted import Wanted
 from lib.serving import Engine, Scheduler
 
 WHY = "kernels are compiled here; the interpreter runs them where there is no GPU" if HAS_TRITON else NO_TRITON
@@ -224,6 +227,92 @@ def test_scores_that_are_not_finite_end_only_their_request(fast, model):
     (bad,), good = served(engine, [Request([1, 5], 4), Request([1, 2], 3)])
     assert isinstance(bad, ArithmeticError)
     assert good == plainly(model, [Request([1, 2], 3)], Scheduler(16, 16, 4))[0]
+
+
+@pytest.mark.time_limit(120)
+def test_the_fast_way_gives_the_same_scores(fast, model):
+    """Of two requests that want different numbers of likeliest tokens, beside one that wants none."""
+
+    def make():
+        return [Wanted([3, 1, 4], 3, 0.9, 2, n_top=2), Wanted([5], 3, n_top=0), Request([3, 1], 3)]
+
+    plain = PrefixEngine(model, Scheduler(16, 16, 4))
+    plain.steps = None
+    expected = served(plain, make())
+    found = served(PrefixEngine(model, Scheduler(16, 16, 4)), make())
+    assert found[2] == expected[2]
+    for ours, theirs in zip(found[0] + found[1], expected[0] + expected[1], strict=True):
+        assert (ours.token, [token for token, _ in ours.top]) == (theirs.token, [token for token, _ in theirs.top])
+        scores = [ours.logprob, *(value for _, value in ours.top)]
+        assert scores == pytest.approx([theirs.logprob, *(value for _, value in theirs.top)], abs=1e-4)
+
+
+@pytest.mark.time_limit(120)
+@pytest.mark.parametrize("n_blocks", [16, 5])
+def test_forks_on_the_fast_way(fast, model, n_blocks):
+    def make():
+        first = Wanted([3, 1, 4, 1, 5], 4, 0.9, 2)
+        return [first, *(Wanted(first.tokens, 4, 0.9, 2 + i, first=first) for i in (1, 2))]
+
+    expected = plainly(model, make(), Scheduler(16, 16, 4))
+    forked = []
+    found = served(PrefixEngine(model, Scheduler(16, n_blocks, 4), on_forked=forked.append), make())
+    assert found == expected
+    assert forked == [5] * (2 if n_blocks == 16 else 1)
+
+
+class Counting:
+    """A form of numbers that go up by one, until the last one."""
+
+    n_accepted, error = 0, ""
+
+    def __init__(self, first, last):
+        self.next, self.last = first, last
+
+    @property
+    def is_over(self):
+        return self.next > self.last
+
+    def add(self, token):
+        assert self.is_over or token == self.next
+        self.n_accepted, self.next = self.n_accepted + 1, self.next + 1
+
+    accept = Form.accept
+
+    def bits(self):
+        return torch.tensor([1 << self.next], dtype=torch.int32)
+
+
+@pytest.mark.time_limit(120)
+def test_forms_on_the_fast_way(fast, model):
+    """Each token is known before the next one is drawn, although the step for it has begun."""
+    requests = [Wanted([3, 1, 4], 4, 0.9, 2, form=Counting(5, 8), n_top=1), Request([2, 7], 5, 0.8, 1)]
+    counted, free = served(PrefixEngine(model, Scheduler(16, 16, 4)), requests)
+    assert [drawn.token for drawn in counted] == [5, 6, 7, 8]
+    assert [drawn.top[0][0] for drawn in counted] != [5, 6, 7, 8]
+    assert [free] == plainly(model, [Request([2, 7], 5, 0.8, 1)], Scheduler(16, 16, 4))
+
+
+@pytest.mark.time_limit(120)
+@pytest.mark.parametrize("n_blocks", [16, 9])
+def test_drafts_on_the_fast_way(fast, model, monkeypatch, n_blocks):
+    """Drafted tokens are rows of the same graph; a block that they gave back may come to another sequence.
+
+    Half of the guesses are wrong.
+    """
+    prompts = [[3, 1, 4, 3, 1], [2, 7, 2, 7, 2], [9]]
+    expected = plainly(model, [Request(prompt, 9) for prompt in prompts], Scheduler(16, 16, 4))
+    texts = [prompt + text for prompt, text in zip(prompts, expected, strict=True)]
+    counts = []
+
+    def guess(lookup, tokens, n):
+        right = next(text[len(tokens) :] for text in texts if text[: len(tokens)] == tokens)
+        return [(token + len(tokens) // 4 % 2) % 23 for token in right[:n]]
+
+    monkeypatch.setattr(Lookup, "guess", guess)
+    engine = DraftEngine(model, Scheduler(16, n_blocks, 4), n_drafted=3, on_drafted=lambda *n: counts.append(n))
+    assert served(engine, [Request(prompt, 9) for prompt in prompts]) == expected
+    assert sum(n for n, _ in counts) > sum(kept for _, kept in counts) > 0
 
 
 def test_weights_side_by_side_are_the_model_s_own(fast, model):

@@ -177,13 +177,15 @@ WRONG = {
         "tools",
         "not supported",
     ),
-    USER + '"logprobs": true}': (
-        "logprobs",
-        "not supported",
-    ),
-    USER + '"response_format": {"type": "json_object"}}': (
+    USER + '"top_logprobs": 2}': ("top_logprobs", "only with logprobs"),
+    USER + '"logprobs": true, "top_logprobs": 21}': ("top_logprobs", "20"),
+    USER + '"response_format": {"type": "xml"}}': ("response_format.type", "'json_schema'"),
+    USER + '"response_format": {"type": "json_schema"}}': ("response_format", "json_schema if, and only if"),
+    USER + '"response_format": {"type": "text", "pattern": "a"}}': ("response_format", "pattern if, and only if"),
+    USER + '"response_format": {"type": "regex", "pattern": "("}}': ("response_format", "regex"),
+    USER + '"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "no"}}}}': (
         "response_format",
-        "not supported",
+        "type",
     ),
     USER + '"prompt": "a"}': ("prompt", "no such field"),
     '{"model": "fake", "messages": [{"role": "user", "content": "%s"}]}' % ("a" * 300): ("messages", "context of 256"),
@@ -323,6 +325,36 @@ def test_the_page_keeps_a_conversation(browser, server, tiny):
     assert page.locator("#log p").all_text_contents() == [message["content"] for message in said]
     page.get_by_text("Clear").click()
     assert page.locator("#log p").count() == 0
+    page.close()
+
+
+@pytest.mark.browser
+def test_the_page_shows_each_token_s_probability_on_demand(browser, server, tiny):
+    """By the pointer or, in the conversation, with the arrow keys; without the switch no token is marked."""
+    page = browser.new_page()
+    page.goto(f"{server.root}/")
+    page.locator("summary").click()
+    page.get_by_label("Temperature").fill("0")
+    page.get_by_label("Tokens at most").fill("6")
+    page.get_by_label("Show probabilities").check()
+    page.get_by_label("Your text").fill("What?")
+    page.get_by_label("Your text").press("Enter")
+    page.locator("#rate:has-text('first token after')").wait_for()
+    tokens = page.locator("#log .answer .odds")
+    said = alone(tiny, rendered([{"role": "user", "content": "What?"}]), 6)
+    assert "".join(tokens.all_text_contents()) == said
+    tokens.first.hover()
+    assert page.locator("#odds").inner_text().startswith(f"{json.dumps(said[0])} had ")
+    page.locator("#log").press("ArrowRight")
+    assert page.locator("#odds").inner_text().startswith(f"{json.dumps(said[1])} had ")
+    assert " %; likeliest: " in page.locator("#odds").inner_text()
+    page.get_by_text("Clear").click()
+    page.get_by_label("Show probabilities").uncheck()
+    page.get_by_label("Your text").fill("What?")
+    page.get_by_label("Your text").press("Enter")
+    page.locator("#rate:has-text('first token after')").wait_for()
+    assert page.locator("#log .odds").count() == 0
+    assert page.locator("#odds").inner_text() == ""
     page.close()
 
 
