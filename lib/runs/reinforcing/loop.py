@@ -44,7 +44,7 @@ class Run:
     """
 
     def __init__(
-        self, policy: Policy, held_out: list[Question], o: argparse.Namespace, device: torch.device, resumes: bool
+        self, policy: Policy, held_out: list[Question], o: Any, device: torch.device, resumes: bool
     ):
         self.policy, self.held_out, self.o, self.device = policy, held_out, o, device
         self.optimizer = AdamW(policy.model.parameters(), lr=o.lr, weight_decay=0.0)
@@ -74,10 +74,11 @@ class Run:
 
     def save(self) -> None:
         """Write a checkpoint. It holds the batches that a lag has sampled ahead, since older weights made them."""
-        more = {"reference": self.reference.state_dict()} if self.reference is not None else {}
-        kept = {"spent": self.spent, "first": self.first, "last": self.last, "pending": list(self.pending)}
+        kept: dict[str, Any] = {name: getattr(self, name) for name in ("spent", "first", "last")}
+        if self.reference is not None:
+            kept["reference"] = self.reference.state_dict()
         checkpoints.save(self.o, self._strategy(), self.optimizer, self.done, run=run_of(self.policy, self.o),
-                         **kept, **more)  # fmt: skip
+                         pending=list(self.pending), **kept)  # fmt: skip
 
     def go(self) -> bool:
         """Train the remaining steps, or until a signal asks to leave; returns whether all steps are done."""

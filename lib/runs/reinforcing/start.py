@@ -139,7 +139,7 @@ def describe(policy: Policy) -> dict[str, Any]:
 def keep_tokenizer(policy: Policy, out: Path) -> None:
     """Copy the tokenizer of the model's folder beside its checkpoints."""
     for name in KEPT if policy.source else ():
-        found = next((f / name for f in (policy.source, policy.source.parent) if (f / name).is_file()), None)  # type: ignore[union-attr]
+        found = next((f / name for f in (policy.source, policy.source.parent) if (f / name).is_file()), None)  # type: ignore[union-attr, operator]
         if found is not None and found.resolve() != (out / name).resolve():
             shutil.copyfile(found, out / name)
 

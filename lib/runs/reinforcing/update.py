@@ -78,7 +78,8 @@ def update(
     whole = {key: batch[key] for key in keys if key in batch}
     whole["advantages"] = group_advantages(batch["rewards"], batch["groups"], o.normalize_by_std)
     optimizer.zero_grad()
-    total, n_clipped, seen = 0.0, 0.0, list[tuple[Tensor, Tensor]]()
+    total: Any = 0.0
+    n_clipped, seen = 0.0, list[tuple[Tensor, Tensor]]()
     for rows in slices(len(mask), o.micro_batch):
         part = {key: value[rows] for key, value in whole.items()}
         log_probs, entropy = view(model, part["tokens"], part["response_mask"], o.temperature, o.precision)

@@ -15,7 +15,7 @@ from lib.runs.serving.schema import ApiError, ResponseFormat, shorter
 from lib.runs.serving.text import Tokenizer
 
 LONGEST = 200  # characters of the library's complaint that a client is told
-WHITESPACE = {"whitespace_pattern": r"[ \n]{0,8}"}  # between JSON's marks; without a bound a model may write no more
+WHITESPACE: Any = {"whitespace_pattern": r"[ \n]{0,8}"}  # between JSON's marks; without a bound a model may write no more
 
 
 class Form:
@@ -60,7 +60,8 @@ class Forms:
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
-        self.tokenizer, self.vocab_size, self._theirs = tokenizer, vocab_size, None
+        self.tokenizer, self.vocab_size = tokenizer, vocab_size
+        self._theirs: Any = None
 
     def make(self, asked: ResponseFormat, n: int) -> list[Form]:
         """The forms of n answers.
@@ -74,7 +75,7 @@ class Forms:
             text = "response_format: this server has no llguidance; pip install 'scaling-workbook[serve]'"
             raise ApiError(400, text, param="response_format") from None
         if asked.type == "regex":
-            grammar = LLMatcher.grammar_from_regex(asked.pattern)
+            grammar = LLMatcher.grammar_from_regex(str(asked.pattern))
         else:
             schema = asked.json_schema.schema_ if asked.json_schema else {"type": "object"}
             grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=WHITESPACE)
