@@ -43,9 +43,7 @@ class Run:
         resumes: Whether there is a checkpoint to continue from.
     """
 
-    def __init__(
-        self, policy: Policy, held_out: list[Question], o: Any, device: torch.device, resumes: bool
-    ):
+    def __init__(self, policy: Policy, held_out: list[Question], o: Any, device: torch.device, resumes: bool):
         self.policy, self.held_out, self.o, self.device = policy, held_out, o, device
         self.optimizer = AdamW(policy.model.parameters(), lr=o.lr, weight_decay=0.0)
         self.pending: deque[dict[str, Any]] = deque()  # batches that are sampled and not yet trained on

@@ -15,7 +15,7 @@ from lib.runs.serving.schema import ApiError, ResponseFormat, shorter
 from lib.runs.serving.text import Tokenizer
 
 LONGEST = 200  # characters of the library's complaint that a client is told
-WHITESPACE: Any = {"whitespace_pattern": r"[ \n]{0,8}"}  # between JSON's marks; without a bound a model may write no more
+WHITESPACE: Any = {"whitespace_pattern": r"[ \n]{0,8}"}  # between JSON's marks; unbounded, a model may write no more
 
 
 class Form:
