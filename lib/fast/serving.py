@@ -19,6 +19,7 @@ from lib.fast.attention.paged import Tiles, cut
 from lib.fast.decode import MOST_SEQUENCES, Steps, can_step
 from lib.fast.parts.sample import NOT_FINITE, sample_rows
 from lib.flash_attention import flash_attention
+from lib.given.kernels.paged import window_of
 from lib.given.models.serving import Chunk, Layout, Progress, Request, check_request, lay_out, next_logits
 
 UNKNOWN = -1
@@ -53,7 +54,7 @@ class Runner:
     """A model, a scheduler and the cache that belongs to it.
 
     Args:
-        model: Chapter 4's ``Llama`` or chapter 6's ``GPT2``.
+        model: Chapter 4's ``Llama``, chapter 6's ``GPT2``, or a model with windows and a ``next_logits`` of its own.
         scheduler: Chapter 21's ``Scheduler``, which decides what the next step computes.
         make_cache: Chapter 21's ``PagedCache``.
         attend: Chapter 21's ``paged_attention``.
@@ -64,6 +65,7 @@ class Runner:
         sequences: For each request that has keys and values in the cache, its id there.
         drafted: How many of a request's pending tokens are drafts; the logits before each of them are wanted too.
         steps: The fast way through the model; None where it does not fit.
+        windows: For each layer the keys that a query sees; None for all up to its own.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class Runner:
         )
         self.sequences: dict[Progress, int] = {}
         self.drafted: dict[Progress, int] = {}
+        self.windows = getattr(model.config, "windows", [None] * len(self.cache.keys))
         self.steps = Steps(model, self.cache, scheduler.max_tokens) if self.is_fast() else None
         self._known = [(-1, 0)] * MOST_SEQUENCES  # whose table each row of the next step holds, and of how many blocks
         self._flight = InFlight()
@@ -257,17 +260,36 @@ class Runner:
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             self.cache.write(layer, slots, k, v)
             if len(ones) == len(ids):
-                return self.attend(q, self.cache, ids, layer)
+                return self._attend_one(q, ids, layer)
             out = torch.empty_like(q)
             if ones:
-                out[row.single] = self.attend(q[row.single], self.cache, ones, layer)
+                out[row.single] = self._attend_one(q[row.single], ones, layer)
             for i, queries, part in zip(ids, q.split(row.sizes), out.split(row.sizes), strict=True):
-                if len(queries) > 1:  # the new positions attend to the whole sequence, each to none after itself
-                    k, v = self.cache.read(i, layer)
-                    part.copy_(flash_attention(queries.transpose(0, 1), k, v, True).transpose(0, 1))
+                if len(queries) > 1:
+                    part.copy_(self._attend_many(queries.transpose(0, 1), i, layer).transpose(0, 1))
             return out
 
         return attend
+
+    def _attend_one(self, q: Float[Tensor, "b h d"], ids: list[int], layer: int) -> Float[Tensor, "b h d"]:
+        """The newest position of each sequence attends to all that its layer lets it see."""
+        window = self.windows[layer]
+        if window is None:
+            return self.attend(q, self.cache, ids, layer)
+        from lib.attention_variants import grouped_attention  # a chapter after 21
+
+        k, v, seen = window_of(self.cache, ids, window, layer)
+        return grouped_attention(q[:, :, None], k, v, seen[:, None, None])[:, :, 0]
+
+    def _attend_many(self, q: Float[Tensor, "h t d"], i: int, layer: int) -> Float[Tensor, "h t d"]:
+        """The newest positions of a sequence attend to it, each to none after itself."""
+        (k, v), window = self.cache.read(i, layer), self.windows[layer]
+        if window is None:
+            return flash_attention(q, k, v, True)
+        from lib.attention_variants import flash_window_forward
+
+        k, v = (x[:, -(window + q.shape[1] - 1) :] for x in (k, v))
+        return flash_window_forward(q[None], k[None], v[None], window)[0][0]
 
     def _tiles(self, ids: list[int], sizes: list[int]) -> Tiles:
         """What `prompt_attention` needs to know of chunks whose keys and values are in the cache already."""

@@ -61,7 +61,7 @@ def _add_what(parser: Parser) -> None:
     what.add_argument("--difficulty", type=whole(1), help="; ".join(levels))
     what.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="gets the log, checkpoints, the model")
     what.add_argument("--format-weight", type=share, default=0.1, help="reward of a right form with a wrong answer")
-    what.add_argument("--warm", type=whole(0), help="supervised steps on the task's solutions before the first reward; "
+    what.add_argument("--warm", type=whole(0), help="supervised steps on worked answers before the first reward; "
                       "default: 150 for tiny, else 0")  # fmt: skip
     what.add_argument("--warm-lr", type=positive, help="their largest learning rate; default: 3e-3 for tiny, else 1e-5")
 

@@ -81,6 +81,17 @@ def load_weights(
     return found
 
 
+def check_shapes(path: Path, found: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]]) -> None:
+    """Compare tensors that were read from ``path`` with the names and shapes that a model has.
+
+    Raises:
+        CheckpointError: a tensor is missing, unknown or of a wrong shape; one message lists all of these.
+    """
+    problems = _problems_of_shapes(found, expected, False, {})
+    if problems:
+        raise CheckpointError(path, problems)
+
+
 def find_files(path: Path) -> tuple[list[Path], dict[str, str]]:
     """The files of a checkpoint, and its index (name of a tensor to name of a file) where it has one."""
     if path.is_file() and path.suffix in (".safetensors", ".pth"):

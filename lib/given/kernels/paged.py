@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lib.given.kernels.mode import HAS_TRITON, INTERPRETED, NO_TRITON, tl, triton
@@ -95,6 +95,28 @@ def table_of(cache: Any, sequences: Sequence[int], layer: int = 0) -> tuple[Int[
         )
         cache._table_of = known
     return known[1]
+
+
+def window_of(
+    cache: Any, sequences: Sequence[int], window: int, layer: int = 0
+) -> tuple[Float[Tensor, "b g s d"], Float[Tensor, "b g s d"], Bool[Tensor, "b s"]]:
+    """The keys and values that the newest position of each sequence sees through a window.
+
+    Only the blocks that the window touches are gathered.
+
+    Returns:
+        Keys and values ``[B, G, S, D]``, 0 where no position is visible; and which of the S are visible.
+    """
+    table, lengths = table_of(cache, sequences, layer)
+    size = cache.block_size
+    first = (lengths - window).clamp(min=0) // size
+    columns = first[:, None] + torch.arange(min(-(-(window - 1) // size) + 1, table.shape[1]), device=table.device)
+    blocks = table.gather(1, columns.clamp(max=table.shape[1] - 1))
+    positions = (columns[:, :, None] * size + torch.arange(size, device=table.device)).flatten(1)
+    seen = (positions < lengths[:, None]) & (positions >= lengths[:, None] - window)
+    k, v = (pool[layer][blocks].flatten(1, 2).masked_fill(~seen[:, :, None, None], 0).transpose(1, 2)
+            for pool in (cache.keys, cache.values))  # fmt: skip
+    return k, v, seen
 
 
 def parts_of(batch: int, n_kv_heads: int, longest: int) -> int:

@@ -176,7 +176,8 @@ class CacheSizes(NamedTuple):
 
 def cache_sizes(config: Any) -> CacheSizes:
     """The sizes of the cache of a ``LlamaConfig`` or a ``GPT2Config``."""
-    return CacheSizes(config.n_layers, getattr(config, "n_kv_heads", config.n_heads), config.dim // config.n_heads)
+    head_dim = getattr(config, "head_dim", config.dim // config.n_heads)
+    return CacheSizes(config.n_layers, getattr(config, "n_kv_heads", config.n_heads), head_dim)
 
 
 class BlockStore:
@@ -361,7 +362,7 @@ def next_logits(
     """Pass tokens of any number of requests through a model, and return the logits of some of them.
 
     Args:
-        model: Chapter 4's ``Llama`` or chapter 6's ``GPT2``.
+        model: Chapter 4's ``Llama``, chapter 6's ``GPT2``, or a model with a ``next_logits`` of its own.
         tokens, positions: ``[N]``: the tokens, one request's after another's,
             and the position of each in its own request.
         rows: Indices of the tokens whose next token is asked for.
@@ -372,5 +373,8 @@ def next_logits(
     Returns:
         Logits ``[R, V]`` in float32.
     """
+    own = getattr(model, "next_logits", None)
+    if own is not None:
+        return own(tokens, positions, rows, attend)
     x = residual_stream(model, tokens, positions, attend)
     return head(model, final_norm(model)(x[rows])).float()

@@ -11,19 +11,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lib.attention_variants import llama3_frequencies
 from lib.given.data.corpora import language_reference
-from lib.given.data.weights import CheckpointError, load_weights
+from lib.given.data.weights import CheckpointError, check_shapes, load_weights
 from lib.given.models.gpt2 import GPT2Config
 from lib.given.models.llama import LlamaConfig, rope_of
+from lib.given.models.variants import VariantConfig, variant_tensors
 from lib.gpt2 import GPT2
 from lib.gpt2 import load_pretrained as load_gpt2
 from lib.llama import Llama, convert_hf_state_dict
 from lib.runs.flags import UsageError
 from lib.runs.memory import shortage
+from lib.runs.serving import families
 from lib.runs.serving.chat import ChatTemplate, read_template
-from lib.runs.serving.settings import LLAMA_SIZES, llama3_scaling, one_line, read_end_ids, read_settings, rope_theta
+from lib.runs.serving.ropes import rope_scaling, rope_theta
+from lib.runs.serving.settings import LLAMA_SIZES, one_line, read_end_ids, read_settings
 from lib.runs.serving.text import ByteTokenizer, FileTokenizer, Tokenizer
+from lib.runs.variants import VariantLlama, scaled_frequencies
 
 KINDS: dict[str, Any] = {"GPT2Task": (GPT2Config, GPT2), "LlamaTask": (LlamaConfig, Llama)}
 """Configuration and model of each task of ``lib.runs`` that generates text."""
@@ -162,7 +165,10 @@ def _from_transformers(folder: Path, tokenizer: str | None) -> tuple[nn.Module, 
     if tokenizer is None and not (folder / "tokenizer.json").is_file():
         raise UsageError(f"--model {folder} has no tokenizer.json; expected one, or --tokenizer")
     try:
-        model: Any = load_gpt2(folder) if kind == "gpt2" else _load_llama(folder, settings)
+        if kind in families.FAMILY:
+            model: Any = _load_variant(folder, families.config_of(settings, families.FAMILY[kind]))
+        else:
+            model = load_gpt2(folder) if kind == "gpt2" else _load_llama(folder, settings)
     except CheckpointError as error:
         raise UsageError(f"--model {folder}: {one_line(error.problems)}") from None
     except (ValueError, OSError, RuntimeError, MemoryError) as error:
@@ -179,25 +185,47 @@ def _load_llama(folder: Path, settings: dict[str, Any]) -> Llama:
     """
     sizes = {ours: settings[theirs] for theirs, ours in LLAMA_SIZES.items() if theirs in settings}
     config = LlamaConfig(**sizes, norm_eps=settings.get("rms_norm_eps", 1e-6), rope_theta=rope_theta(settings))
+    tensors = _read_weights(folder, bool(settings.get("tie_word_embeddings")))
+    with torch.device("meta"):
+        model = Llama(config)
+    model.load_state_dict(convert_hf_state_dict(tensors, config), assign=True)
+    scaling = rope_scaling(settings)
+    if scaling:
+        frequencies, factor = scaled_frequencies(config.head_dim, config.rope_theta, scaling)
+        model.rope = rope_of(frequencies, config.context_len, factor)
+    return model
+
+
+def _load_variant(folder: Path, config: VariantConfig) -> VariantLlama:
+    """A Llama with chapter 23's variants, from a checkpoint of Transformers'."""
+    tensors, names = _read_weights(folder, config.tied), variant_tensors(config)
+    if config.tied:
+        tensors.pop("lm_head.weight", None)
+    check_shapes(folder, tensors, {name: shape for name, (_, shape) in names.items()})
+    with torch.device("meta"):
+        model = VariantLlama(config)
+    model.load_state_dict({ours: tensors[theirs] for theirs, (ours, _) in names.items()}, assign=True)
+    return model
+
+
+def _read_weights(folder: Path, is_tied: bool) -> dict[str, Tensor]:
+    """The tensors of a checkpoint, with the output layer's, which may be the embedding.
+
+    Raises:
+        CheckpointError: one is not of a floating-point dtype, or tied weights differ.
+    """
     tensors, head, embedding = load_weights(folder), "lm_head.weight", "model.embed_tokens.weight"
     problems = [
         f"{name} is {tensor.dtype}, expected a floating-point dtype"
         for name, tensor in tensors.items()
         if not tensor.is_floating_point()
     ]
-    if settings.get("tie_word_embeddings") and embedding in tensors:
-        is_tied = torch.equal(tensors.setdefault(head, tensors[embedding]), tensors[embedding])
-        problems += [] if is_tied else [f"tie_word_embeddings = True, but {head} is not {embedding}"]
+    if is_tied and embedding in tensors:
+        is_same = torch.equal(tensors.setdefault(head, tensors[embedding]), tensors[embedding])
+        problems += [] if is_same else [f"tie_word_embeddings = True, but {head} is not {embedding}"]
     if problems:
         raise CheckpointError(folder, problems)
-    with torch.device("meta"):
-        model = Llama(config)
-    model.load_state_dict(convert_hf_state_dict(tensors, config), assign=True)
-    scaling = llama3_scaling(settings)
-    if scaling:
-        frequencies = llama3_frequencies(config.head_dim, theta=config.rope_theta, **scaling)
-        model.rope = rope_of(frequencies, config.context_len)
-    return model
+    return tensors
 
 
 def _tokenizer(name: str, vocab_size: int, end_ids: list[int] | None = None) -> Tokenizer:

@@ -69,7 +69,8 @@ def test_what_the_book_needs_has_a_ceiling_and_its_tools_are_exact():
 def test_the_site_alone_has_what_the_server_needs_that_its_pages_start():
     extras = PROJECT["optional-dependencies"]
     assert f"{PROJECT['name']}[serve]" in extras["site"]
-    assert {canonical(Requirement(r).name) for r in extras["serve"]} == {canonical(name) for name in serve.NEEDED}
+    needed = {canonical(Requirement(r).name) for r in extras["serve"]}
+    assert needed - {"llguidance"} == {canonical(name) for name in serve.NEEDED}, "it starts without llguidance"
 
 
 @pytest.mark.parametrize("path", WORKFLOWS + ACTIONS, ids=lambda p: p.relative_to(ROOT).as_posix())

@@ -44,7 +44,7 @@ HARMLESS = {
     "another's environment": "open('/proc/VICTIM/environ').read()",
     "another's command": "open('/proc/VICTIM/cmdline').read()",
     "one's own memory as a file": "open('/proc/self/mem', 'rb')",
-    "the machine's root by a process": "os.listdir('/proc/self/root/var')",
+    "the machine's root by a process": "os.listdir('/proc/self' '/root' '/var')",
     "the kernel's settings": "os.listdir('/sys/kernel')",
     "a signal": "os.kill(VICTIM, 18)",
     "a signal by a descriptor": "signal.pidfd_send_signal(os.pidfd_open(VICTIM), 18)",

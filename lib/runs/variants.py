@@ -1,0 +1,238 @@
+"""Chapter 4's Llama with chapter 23's variants: the models of Qwen3, OLMo 3 and Gemma 3, as their settings ask for.
+
+The parts are the reader's own: chapter 4's norm and feed-forward layer, chapter 23's attention, frequencies and
+caches.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from jaxtyping import Complex, Float, Int
+from torch import Tensor, nn
+
+from lib.attention import KVCache
+from lib.attention_variants import (
+    CausalAttention,
+    RollingKVCache,
+    apply_partial_rope,
+    llama3_frequencies,
+    qk_norm,
+    yarn_frequencies,
+)  # fmt: skip
+from lib.given.models.llama import rope_of
+from lib.given.models.variants import FULL, SLIDING, VariantConfig
+from lib.llama import RMSNorm, SwiGLU
+from lib.rope import rope_frequencies
+
+STD = 0.02
+"""Deviation of the initial weights, as in Transformers."""
+
+
+class OffsetNorm(nn.Module):
+    """An RMSNorm whose gain is ``offset + weight``: Gemma keeps its gains as differences from 1."""
+
+    def __init__(self, dim: int, eps: float, offset: float):
+        super().__init__()
+        self.eps, self.offset = eps, offset
+        self.weight = nn.Parameter(torch.full((dim,), 1.0 - offset))
+
+    def forward(self, x: Float[Tensor, "... c"]) -> Float[Tensor, "... c"]:
+        heads = x.reshape(1, -1, 1, x.shape[-1])  # one head that is as wide as the model
+        return qk_norm(heads, self.weight, self.eps, self.offset).view(x.shape)
+
+
+class GeGLU(SwiGLU):
+    """Chapter 4's feed-forward layer, whose gate is the GELU with a hyperbolic tangent."""
+
+    w1: nn.Linear
+    w2: nn.Linear
+    w3: nn.Linear
+
+    def forward(self, x: Float[Tensor, "... c"]) -> Float[Tensor, "... c"]:
+        return self.w2(F.gelu(self.w1(x), approximate="tanh") * self.w3(x))
+
+
+def make_norm(config: VariantConfig) -> nn.Module:
+    """A norm of the width of the model."""
+    if config.norm_offset:
+        return OffsetNorm(config.dim, config.norm_eps, config.norm_offset)
+    return RMSNorm(config.dim, config.norm_eps)
+
+
+class VariantBlock(nn.Module):
+    """Attention, then a feed-forward layer, with norms before them, after them, or both.
+
+    Attributes:
+        kind: "full_attention" or "sliding_attention".
+        attention: Chapter 23's ``CausalAttention``.
+        feed_forward: A ``SwiGLU`` or a ``GeGLU``.
+        attention_norm, ffn_norm: Norms before the two; they do nothing where the model has none there.
+        attention_post_norm, ffn_post_norm: Norms after them, likewise.
+    """
+
+    def __init__(self, config: VariantConfig, layer: int):
+        super().__init__()
+        c = config
+        self.kind = c.layer_types[layer]
+        self.attention = CausalAttention(
+            c.dim, c.n_heads, c.n_kv_heads, c.head_dim, window=c.windows[layer], qk_norm=c.qk_norm,
+            norm_offset=c.norm_offset, scale=c.scale, eps=c.norm_eps,
+        )  # fmt: skip
+        self.feed_forward = (GeGLU if c.activation == "gelu_tanh" else SwiGLU)(c.dim, c.hidden_dim)
+        before, after = (c.norms in (place, "both") for place in ("before", "after"))
+        self.attention_norm, self.ffn_norm = (make_norm(c) if before else nn.Identity() for _ in range(2))
+        self.attention_post_norm, self.ffn_post_norm = (make_norm(c) if after else nn.Identity() for _ in range(2))
+
+    def forward(
+        self, x: Float[Tensor, "b t c"], rope: Complex[Tensor, "t half_d"], cache: Any = None
+    ) -> Float[Tensor, "b t c"]:
+        """``x`` plus the outputs of attention and feed-forward."""
+        return self.around(x, lambda h: self.attention(h, rope, cache))
+
+    def around(self, x: Tensor, attention: Callable[[Tensor], Tensor]) -> Tensor:
+        """The block with another attention in its middle."""
+        x = x + self.attention_post_norm(attention(self.attention_norm(x)))
+        return x + self.ffn_post_norm(self.feed_forward(self.ffn_norm(x)))
+
+    def attend(
+        self, x: Float[Tensor, "n c"], rope: Complex[Tensor, "n half_d"], attend: Callable[..., Tensor]
+    ) -> Float[Tensor, "n c"]:
+        """The block for tokens of many requests, each at a position of its own.
+
+        Args:
+            x: Their residual streams.
+            rope: The rotation of each.
+            attend: ``attend(q, k, v)`` of chapter 21's step, which keeps the keys and values.
+        """
+
+        def attention(h: Tensor) -> Tensor:
+            a: Any = self.attention
+            q = a.q_proj(h).unflatten(-1, (a.n_heads, -1))[None]
+            k, v = (proj(h).unflatten(-1, (a.n_kv_heads, -1))[None] for proj in (a.k_proj, a.v_proj))
+            if a.normed:
+                q, k = (qk_norm(x, norm["weight"], *a.norm) for x, norm in ((q, a.q_norm), (k, a.k_norm)))
+            q, k = (apply_partial_rope(x, rope, a.layout) for x in (q, k))
+            if a.scale is not None:  # chapter 21's attention divides by the root of the width
+                q = q * (a.scale * q.shape[-1] ** 0.5)
+            return a.o_proj(attend(q[0], k[0], v[0]).flatten(1))
+
+        return self.around(x, attention)
+
+
+class VariantLlama(nn.Module):
+    """The whole model: takes tokens, returns scores of the next token.
+
+    Attributes:
+        config: The argument.
+        tok_embeddings, layers, norm, output: As in chapter 4's ``Llama``; ``output`` is None if it is tied.
+        ropes: For each kind of layer the rotations of ``context_len`` positions, complex64, plain tensors.
+    """
+
+    def __init__(self, config: VariantConfig):
+        super().__init__()
+        self.config = config
+        self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
+        self.layers = nn.ModuleList(VariantBlock(config, layer) for layer in range(config.n_layers))
+        self.norm = make_norm(config)
+        self.output = None if config.tied else nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.ropes = make_ropes(config)
+        for parameter in self.parameters():
+            if parameter.dim() == 2:
+                nn.init.normal_(parameter, std=STD)
+
+    @property
+    def blocks(self) -> list[Any]:
+        """The ``VariantBlock`` of each layer, in order."""
+        return list(self.layers)
+
+    def make_cache(self, batch: int, max_len: int) -> list[KVCache | RollingKVCache]:
+        """One empty cache a layer; that of a sliding layer holds its window only."""
+        weight, c = self.tok_embeddings.weight, self.config
+        caches = []
+        for window in c.windows:
+            make: Any = KVCache if window is None else RollingKVCache
+            shape = batch, c.n_kv_heads, window or max_len, c.head_dim
+            caches.append(make(*shape, dtype=weight.dtype, device=weight.device))
+        return caches
+
+    def forward(self, tokens: Int[Tensor, "b t"], cache: list[Any] | None = None) -> Float[Tensor, "b t v"]:
+        """For each token, the scores of the token that follows it, float32.
+
+        Args:
+            tokens: ``[B, T]``.
+            cache: From ``make_cache``; the call appends the new positions to it.
+
+        Raises:
+            ValueError: the cache's length + T is more than ``context_len``; the message names both.
+        """
+        start = cache[0].length if cache else 0
+        end = start + tokens.shape[1]
+        if end > self.config.context_len:
+            raise ValueError(f"{end} positions ({start} cached) do not fit: context_len is {self.config.context_len}")
+        ropes = {kind: rope[start:end] for kind, rope in self.ropes_on(tokens.device).items()}
+        x = self.embed(tokens)
+        for i, layer in enumerate(self.blocks):
+            x = layer(x, ropes[layer.kind], cache[i] if cache else None)
+        return self.scores(x)
+
+    def next_logits(
+        self, tokens: Int[Tensor, " n"], positions: Int[Tensor, " n"], rows: Int[Tensor, " r"],
+        attend: Callable[..., Tensor],
+    ) -> Float[Tensor, "r v"]:  # fmt: skip
+        """As ``lib.given.models.serving.next_logits``, which calls this."""
+        ropes = {kind: rope[positions] for kind, rope in self.ropes_on(tokens.device).items()}
+        x = self.embed(tokens)
+        for i, layer in enumerate(self.blocks):
+            x = layer.attend(x, ropes[layer.kind], partial(attend, i))
+        return self.scores(x[rows])
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """The residual stream that the first block reads."""
+        x = self.tok_embeddings(tokens)
+        if not self.config.scaled_embeddings:
+            return x
+        return x * torch.tensor(self.config.dim**0.5, dtype=x.dtype, device="cpu").item()  # rounded to its dtype
+
+    def scores(self, x: Tensor) -> Tensor:
+        """The logits, float32, of what the last block returns."""
+        output = self.tok_embeddings if self.output is None else self.output
+        return F.linear(self.norm(x), output.weight).float()
+
+    def ropes_on(self, device: torch.device) -> dict[str, Tensor]:
+        """The rotations on a device."""
+        if device.type == "meta":  # moving the tables there would lose their numbers for good
+            return {kind: rope.to(device) for kind, rope in self.ropes.items()}
+        if any(rope.device != device for rope in self.ropes.values()):
+            self.ropes = {kind: rope.to(device) for kind, rope in self.ropes.items()}
+        return self.ropes
+
+
+def make_ropes(config: VariantConfig) -> dict[str, Complex[Tensor, "t half_d"]]:
+    """The rotations of each kind of layer, on the CPU."""
+    with torch.device("cpu"):
+        frequencies, factor = scaled_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+        full = rope_of(frequencies, config.context_len, factor)
+        if config.sliding_rope_theta is None:
+            return {FULL: full, SLIDING: full}
+        local = rope_frequencies(config.head_dim, config.sliding_rope_theta)
+        return {FULL: full, SLIDING: rope_of(local, config.context_len)}
+
+
+def scaled_frequencies(head_dim: int, theta: float, scaling: dict[str, Any] | None) -> tuple[Tensor, float]:
+    """The rotary frequencies, scaled as chapters 2 and 23 do, and the modulus of the rotations."""
+    settings = dict(scaling or {"rope_type": "default"})
+    kind = settings.pop("rope_type")
+    if kind == "default":
+        return rope_frequencies(head_dim, theta), 1.0
+    if kind == "linear":  # chapter 2's interpolation
+        return rope_frequencies(head_dim, theta) / settings["factor"], 1.0
+    if kind == "llama3":
+        return llama3_frequencies(head_dim, theta=theta, **settings), 1.0
+    if kind == "yarn":
+        asked = settings.pop("attention_factor", None)
+        frequencies, factor = yarn_frequencies(head_dim, theta=theta, **settings)
+        return frequencies, factor if asked is None else asked
+    raise ValueError(f"rope_type = {kind!r}: expected default, linear, llama3 or yarn")
