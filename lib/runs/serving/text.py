@@ -51,18 +51,18 @@ class Characters:
     def add(self, token: int) -> str:
         """The characters that this token completes."""
         self.tokens.append(token)
-        is_open = self.decode(self.tokens).endswith(UNKNOWN)
-        return self._show(len(self.tokens) - LONGEST * is_open)
+        text = self.decode(self.tokens)
+        return self._show(len(self.tokens) - LONGEST) if text.endswith(UNKNOWN) else self._show(len(self.tokens), text)
 
     def finish(self) -> str:
         """What is left of an incomplete character: U+FFFD, as chapter 1's ``decode`` has it, or nothing."""
         return self._show(len(self.tokens))
 
-    def _show(self, n: int) -> str:
+    def _show(self, n: int, text: str | None = None) -> str:
         """The text of the first tokens of the window, as far as it was not shown yet."""
         if n <= self.n_shown:
             return ""
-        before, text = self.decode(self.tokens[: self.n_shown]), self.decode(self.tokens[:n])
+        before, text = self.decode(self.tokens[: self.n_shown]), self.decode(self.tokens[:n]) if text is None else text
         n_same = len(commonprefix([before, text]))  # noqa: RUF071
         if n_same < len(text):
             if self.is_first:

@@ -5,6 +5,7 @@ Requests and cancellations reach it between two steps; text goes back to the eve
 
 import asyncio
 import queue
+import sys
 import threading
 import time
 import traceback
@@ -45,6 +46,8 @@ class Engine(Protocol):
         """After a step that raised: drop the requests that took part in it, free their blocks, and return them."""
 
 
+SWITCH_S = 2e-4
+"""How long a thread may hold Python while another one wants it; by default 5 ms, longer than a step of the engine."""
 MOST_FAILURES = 3
 """After so many failed steps in a row the engine is unhealthy: it is not the requests that are at fault."""
 
@@ -190,6 +193,7 @@ class Worker:
     def start(self) -> None:
         """Begin, in the event loop to which all text goes."""
         self._loop = asyncio.get_running_loop()
+        sys.setswitchinterval(SWITCH_S)
         self._count()
         self._thread.start()
 

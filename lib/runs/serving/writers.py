@@ -60,25 +60,28 @@ class Writer:
         return found
 
     async def events(self, job: Job, echoes: list[str], piece: Piece) -> AsyncIterator[str]:
-        """The answers as server-sent events, beginning with a first piece."""
-        n_open, told = len(echoes), set[int]()
+        """The answers as server-sent events, beginning with a first piece; those that wait already go out together."""
+        n_open, told, written = len(echoes), set[int](), ""
         while True:
             if piece.text or piece.finish_reason:
                 is_first = piece.index not in told
                 echo = _completed(echoes[piece.index], job, piece.index) if is_first else ""
                 told.add(piece.index)
-                yield self._event([self._part(piece, echo, is_first)])
+                written += self._event([self._part(piece, echo, is_first)])
             n_open -= piece.finish_reason is not None
             if n_open == 0:
                 break
+            if written and job.pieces.empty():
+                yield written
+                written = ""
             try:
                 piece = await job.next()
             except (EngineFailed, AnswerFailed) as error:  # the HTTP status was sent already
-                yield f"data: {json.dumps(failed(error).body)}\n\n"
+                yield f"{written}data: {json.dumps(failed(error).body)}\n\n"
                 return
         if self._counts:
-            yield self._event([], self._usage(job))
-        yield "data: [DONE]\n\n"
+            written += self._event([], self._usage(job))
+        yield f"{written}data: [DONE]\n\n"
 
     @property
     def _counts(self) -> bool:
