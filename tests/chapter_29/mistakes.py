@@ -433,6 +433,9 @@ edits(
     a temperature of 0 is not refused, where every log-probability is NaN or 0
     - if not temperature > 0:
     + if temperature is None:
+    without prompts there is no longest row, and an error
+    - max(lengths, default=1)
+    + max(lengths)
     the version is not returned
     - | {"version": version}
     + | {"version": 0}
@@ -583,6 +586,16 @@ edits(
     @@ _part_loss
     - importance_weights(old,
     + importance_weights(log_probs,
+    the model gets the last token too, which is only a target
+    @@ _log_probs
+    - logits = model(tokens[:, :-1])
+    + logits = model(tokens)
+    - logits = (logits[0] if isinstance(logits, tuple) else logits)[mask]
+    + logits = (logits[0] if isinstance(logits, tuple) else logits)[:, :-1][mask]
+    the correction has the level of the ratio: its weights are those of tokens
+    @@ _part_loss
+    - "token", s.correction
+    + s.level, s.correction
     the log-probabilities are taken at temperature 1
     @@ _log_probs
     - / temperature

@@ -157,6 +157,14 @@ def test_sample_groups_leave_the_scheduler_free():
     expect_equal(scheduler.n_free, 7, name="free blocks", read=ARGS)
 
 
+def test_sample_groups_of_no_prompts():
+    case("no prompts, groups of 2")
+    batch = rewards.sample_groups(model_of(), [], 2, Scheduler(16, 7, 4), 5, version=3)
+    shapes = {key: tuple(value.shape) for key, value in batch.items() if key != "version"}
+    expected = {"tokens": (0, 1), "response_mask": (0, 0), "log_probs": (0, 0), "groups": (0,)}
+    expect_equal(shapes, expected, name="shapes", read=ARGS)
+
+
 def test_sample_groups_refuse_greedy_decoding():
     for temperature in (0.0, -1.0):
         case(f"temperature = {temperature}")
@@ -295,10 +303,11 @@ class Table(nn.Module):
         super().__init__()
         self.last = nn.Parameter(randn(NAMES, NAMES, seed=5, dtype=dtype))
         self.before = nn.Parameter(randn(NAMES, NAMES, seed=6, dtype=dtype))
-        self.as_tuple, self.rows = as_tuple, []
+        self.as_tuple, self.rows, self.widths = as_tuple, [], set[int]()
 
     def forward(self, tokens: Tensor):
         self.rows.append(len(tokens))
+        self.widths.add(tokens.shape[1])
         logits = self.last[tokens]
         logits = logits + nn.functional.pad(self.before[tokens[:, :-1]], (0, 0, 1, 0))
         return (logits, None) if self.as_tuple else logits
@@ -362,6 +371,7 @@ SETTINGS = {
     "clip": {"clip_ratio_low": 0.1, "clip_ratio_high": 0.5},
     "Dr. GRPO": {"normalize_by_std": False, "loss_agg_mode": "seq-mean-token-sum-norm", "loss_scale_factor": 11.0},
     "sequence": {"level": "sequence", "loss_agg_mode": "seq-mean-token-mean"},
+    "sequence, weights of tokens": {"level": "sequence", "correction": "truncate", "cap": 1.1},
     "truncate": {"correction": "truncate", "cap": 1.25, "loss_agg_mode": "token-sum"},
     "mask": {"correction": "mask", "cap": 1.5, "floor": 0.5, "loss_agg_mode": "seq-mean-token-sum"},
     "kl": {"kl_coef": 0.3, "correction": "truncate", "cap": 0.5, "temperature": 0.7},
@@ -403,6 +413,7 @@ def test_grpo_step_equals_the_formulas(name, micro_batch_size):
     expect_equal({type(value) for value in found.values()}, {float}, name="types of the values", read=RETURNS)
     sizes = {None: [6], 1: [1] * 6, 4: [4, 2]}[micro_batch_size]
     expect_equal(model.rows, sizes, name="rows of each call of the model", read=ARGS)
+    expect_equal(model.widths, {5}, name="tokens of a row that the model gets", read=ARGS)
     expect_equal(sorted(batch), sorted(before), name="keys of the batch", read=ARGS)
     for key, value in before.items():
         if isinstance(value, Tensor):
