@@ -217,7 +217,8 @@ def token_log_probs(hidden: Float[Tensor, "*n c"], weight: Float[Tensor, "v c"],
         hidden: ``[..., C]``, the model's states in front of its head.
         weight: ``[V, C]``, the head's.
         targets: ``[...]``, token ids.
-        temperature: The logits are ``hidden @ weight.T / temperature``, in float32 from the division on.
+        temperature: The logits are ``hidden @ weight.T / temperature``.
+            From the division on everything is in float32, also for bfloat16 inputs.
         chunk_size: Rows of logits that exist at one time.
 
     Returns:
@@ -264,8 +265,7 @@ def policy_loss(log_probs: Float[Tensor, "n t"], old_log_probs: Float[Tensor, "n
         clip_ratio_low, clip_ratio_high: rho counts from ``1 - clip_ratio_low`` to ``1 + clip_ratio_high``.
         level: "token": rho is each token's ratio of probabilities, new over old.
             "sequence" (GSPO): the exponential of the mean log-ratio over the response, at each of its tokens.
-            Its gradient flows through the token's own log-probability, so that the mean of the losses over the tokens
-            has the gradient of the sequence's objective.
+            Its gradient flows through the token's own log-probability.
 
     Returns:
         - ``-min(rho A, clip(rho) A)``, ``[N, T]``, 0 where masked.
@@ -357,14 +357,16 @@ def agg_loss(loss_mat: Float[Tensor, "n t"], loss_mask: Tensor, loss_agg_mode: s
         dp_size: Ranks whose gradients will be averaged; the loss is multiplied by it.
         batch_num_tokens: Unmasked tokens of the whole batch, of all ranks and micro-batches; None: of this matrix.
         global_batch_size: Rows with an unmasked token in the whole batch; None: in this matrix.
-        loss_scale_factor: None is T.
+        loss_scale_factor: The constant of "seq-mean-token-sum-norm"; None is T, the width of this matrix.
+            If T differs between micro-batches or ranks, pass a number, or each part is divided by its own T.
 
     Returns:
         A scalar: summed over micro-batches and averaged over ranks it is that of the whole batch. 0 if no token counts.
 
     Raises:
-        ValueError: another ``loss_agg_mode``; the message shows it. Or ``dp_size`` is above 1 and the denominator
-            that the mode needs is None; the message names it.
+        ValueError: another ``loss_agg_mode``; the message shows it. Or ``dp_size`` is above 1 and the count that the
+            mode needs, ``batch_num_tokens`` or ``global_batch_size``, is None; the message names it.
+            ``loss_scale_factor`` may always be None.
     """
     ### BEGIN SOLUTION
     expect("loss_agg_mode", loss_agg_mode, AGGREGATIONS)
@@ -430,9 +432,10 @@ def sample_groups(model: nn.Module, prompts: Sequence[Sequence[int]], group_size
 
     Args:
         model: A ``Llama`` or a ``GPT2``.
-        prompts: Token ids of each prompt.
+        prompts: Token ids of each prompt. No prompts give a batch without rows, of T = 1.
         group_size: Responses to each.
         scheduler: As for ``Engine``; free of these requests afterwards, also after an error.
+            Nobody else's requests are in it.
         max_new_tokens: Tokens of a response at most.
         temperature: Above 0; that of the sampling, and of the log-probabilities too.
         seed: Row n is ``Request(prompt, max_new_tokens, temperature, seed + n, eos_id=eos_id)``.
@@ -441,7 +444,7 @@ def sample_groups(model: nn.Module, prompts: Sequence[Sequence[int]], group_size
         version: Of the weights; returned as it is.
 
     Returns:
-        A batch without rewards, N = prompts times ``group_size``, T the longest row:
+        A batch without rewards, on the model's device; N = prompts times ``group_size``, T is the longest row:
 
         - "tokens": int64 ``[N, T]``, prompt and response; prompt i's samples are rows ``i * group_size`` to
           ``(i + 1) * group_size - 1``.
@@ -612,17 +615,21 @@ def grpo_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Mapping
     Size: 60 minutes, difficulty 5, core.
 
     Args:
-        model: Takes tokens ``[B, T]`` and returns logits ``[B, T, V]``, or a tuple that begins with them.
+        model: Gets ``tokens[:, :-1]``, since the last token is only a target.
+            It returns logits ``[B, T-1, V]``, or a tuple that begins with them.
         optimizer: Of the model's parameters.
         batch: This rank's, with "rewards"; unchanged. A prompt's group is on one rank. T may differ between ranks.
+            A rank may have no rows: its gradients are 0, and it takes part in all that ranks do together.
             "old_log_probs" are the model's own, detached, if the batch has none.
         micro_batch_size: Rows that pass through the model at a time; None is all. The result does not depend on it.
         normalize_by_std: As in ``group_advantages``, which sees the whole local batch before it is cut.
         clip_ratio_low, clip_ratio_high, level: As in ``policy_loss``.
-        loss_agg_mode, loss_scale_factor: As in ``agg_loss``, which gets the counts of the global batch.
+        loss_agg_mode: As in ``agg_loss``, which gets the counts of the global batch.
+        loss_scale_factor: As in ``agg_loss``; None is the T - 1 of this rank, so pass a number if T differs.
         kl_coef: Times chapter 28's k3 of the policy against "ref_log_probs"; added to the losses, not weighted.
-        correction: None, or a mode of ``importance_weights``: the policy's losses are multiplied by its token weights
-            of the old over the sampler's "log_probs".
+        correction: None, or a mode of ``importance_weights``: the policy's losses are multiplied by its weights of the
+            old over the sampler's "log_probs".
+            Their level is always "token", whatever ``level`` is: products over long responses vary too much.
         cap, floor: As in ``importance_weights``.
         temperature: Of the log-probabilities, as when sampling.
         max_norm: Of the gradients, which are cleared first, averaged over ranks (chapter 10), then clipped (chapter 7).
@@ -635,7 +642,7 @@ def grpo_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Mapping
     Raises:
         ValueError: the batch lacks a key that a setting needs, which the message names; or an unknown setting.
 
-    Cost: three all-reduces: of two counts, of all gradients as one, and of at most fourteen numbers.
+    Cost: three all-reduces: of two counts, of all gradients as one, and of one small tensor.
     """
     ### BEGIN SOLUTION
     check_batch(batch, level, loss_agg_mode, correction, kl_coef)

@@ -48,6 +48,10 @@ edits(
     @@ _evaluate
     - Fraction(token)
     + float(token)
+    `//` divides, which cuts off the fraction: 7/2 becomes 3
+    @@ _evaluate
+    - _APPLY[pending.pop()]
+    + (_APPLY | {"/": operator.floordiv})[pending.pop()]
     only the kinds of numbers are compared, not how often each is used
     - Counter(map(int, literals)) != Counter(numbers)
     + set(map(int, literals)) != set(numbers)
@@ -144,6 +148,10 @@ edits(
     @@ _logits
     - .div_(temperature)
     + .mul_(temperature)
+    the division by the temperature is in the dtype of the inputs, which rounds its results: it should be in float32
+    @@ _logits
+    - product(hidden, weight.T).to(wide(hidden, weight)).div_(temperature)
+    + product(hidden, weight.T).div_(temperature).to(wide(hidden, weight))
     the gradient forgets that the logits were divided by the temperature
     @@ _LogProbs
     - .div_(ctx.temperature)
@@ -210,6 +218,12 @@ edits(
     the lower limit is used on both sides
     - 1 + clip_ratio_high
     + 1 + clip_ratio_low
+    the upper limit is used on both sides
+    - 1 - clip_ratio_low
+    + 1 - clip_ratio_high
+    the lower limit is 1 / (1 + `clip_ratio_low`): the equation subtracts
+    - 1 - clip_ratio_low
+    + 1 / (1 + clip_ratio_low)
     the share counts every ratio outside of the limits, also where the plain term is taken
     - n_clipped = ((clipped > plain) & mask).sum()
     + n_clipped = (((ratio < 1 - clip_ratio_low) | (ratio > 1 + clip_ratio_high)) & mask).sum()
@@ -279,6 +293,9 @@ edits(
     the logarithm is not limited
     - log_ratio.clamp(-20, 20).exp()
     + log_ratio.exp()
+    each token's weight is truncated before the product: the product is what `cap` limits
+    - log_ratio = log_ratio.sum(-1, keepdim=True)
+    + log_ratio = log_ratio.clamp(max=torch.tensor(cap).log()).sum(-1, keepdim=True)
     each token's logarithm is limited before the sum
     - log_ratio = log_ratio.sum(-1, keepdim=True)
     + log_ratio = log_ratio.clamp(-20, 20).sum(-1, keepdim=True)
@@ -320,6 +337,10 @@ edits(
     the constant divides by T even if `loss_scale_factor` is given
     - loss_mat.shape[-1] if loss_scale_factor is None else loss_scale_factor
     + loss_mat.shape[-1]
+    "seq-mean-token-sum-norm" is divided by the constant alone: the number of rows divides it too
+    - sums = sums / (loss_mat.shape[-1] if loss_scale_factor is None else loss_scale_factor)
+    + sums = sums / (loss_mat.shape[-1] if loss_scale_factor is None else loss_scale_factor)
+    + divisor = torch.ones_like(divisor)
     `loss_scale_factor` divides in every mode
     - if loss_agg_mode == "seq-mean-token-sum-norm":
     + if loss_agg_mode.endswith("norm") or loss_scale_factor is not None:
@@ -359,6 +380,13 @@ edits(
     @@ _sample
     - logits.float() / request.temperature
     + logits.float()
+    the log-probabilities are divided by the temperature: the logits are, before the softmax
+    @@ _sample
+    - (logits.float() / request.temperature).log_softmax(-1)[token]
+    + logits.float().log_softmax(-1)[token] / request.temperature
+    the seeds begin again with each prompt: row n has the seed `seed + n`, whatever its prompt
+    - temperature, seed + n, eos_id=eos_id
+    + temperature, seed + n % group_size, eos_id=eos_id
     all samples of a prompt get one seed, so a group is one answer many times
     - temperature, seed + n, eos_id=eos_id
     + temperature, seed + n // group_size, eos_id=eos_id
@@ -370,6 +398,15 @@ edits(
     + mask[n, start : lengths[n]] = True
     - log_probs[n, start - 1 : lengths[n] - 1] = torch.tensor([log_prob for _, log_prob in drawn])
     + log_probs[n, start : lengths[n]] = torch.tensor([log_prob for _, log_prob in drawn])[: log_probs.shape[1] - start]
+    the mask belongs to the tokens, beside log-probabilities of the targets: both belong to the targets
+    - mask[n, start - 1 : lengths[n] - 1] = True
+    + mask[n, start : lengths[n]] = True
+    the token that ends a response is left out, of the mask and of the log-probabilities
+    - mask[n, start - 1 : lengths[n] - 1] = True
+    + drawn = drawn[: len(drawn) - (drawn[-1][0] == eos_id)]
+    + mask[n, start - 1 : start - 1 + len(drawn)] = True
+    - log_probs[n, start - 1 : lengths[n] - 1]
+    + log_probs[n, start - 1 : start - 1 + len(drawn)]
     the token that ends a response is not counted as part of it
     - mask[n, start - 1 : lengths[n] - 1] = True
     + mask[n, start - 1 : lengths[n] - 1 - (drawn[-1][0] == eos_id)] = True
@@ -396,6 +433,9 @@ edits(
     a temperature of 0 is not refused, where every log-probability is NaN or 0
     - if not temperature > 0:
     + if temperature is None:
+    without prompts there is no longest row, and an error
+    - max(lengths, default=1)
+    + max(lengths)
     the version is not returned
     - | {"version": version}
     + | {"version": 0}
@@ -433,7 +473,13 @@ edits(
     a rollout exactly `max_staleness` versions old is dropped
     @@ take
     - self.version - version <= self.max_staleness
-    + self.version - version < max(self.max_staleness, 1)
+    + self.version - version < self.max_staleness
+    None comes back for too few finished rollouts before those that are too old are dropped: dropping is the first rule
+    @@ take
+    - kept =
+    + if len(self._finished) < self.batch_size:
+    +     return None
+    + kept =
     the batch is in the order of finishing alone: the lowest version goes first
     @@ take
     - sorted(kept, key=lambda pair: pair[1])
@@ -484,6 +530,21 @@ edits(
     + if dist.is_initialized():
     +     dist.all_reduce(torch.stack([mask.sum(), mask.any(-1).sum()]), group=group)
     +     n_tokens, n_rows = n_tokens * dist.get_world_size(group), n_rows * dist.get_world_size(group)
+    the counts are this rank's own: they need an all-reduce, because a token's weight depends on the whole batch
+    @@ grpo_step
+    - _sum_over_ranks(torch.stack([mask.sum(), mask.any(-1).sum()]), group)
+    + torch.stack([mask.sum(), mask.any(-1).sum()])
+    each rank takes the mean of its own tokens, so tokens on a rank with few of them count more
+    @@ grpo_step
+    - _sum_over_ranks(torch.stack([mask.sum(), mask.any(-1).sum()]), group)
+    + torch.stack([mask.sum(), mask.any(-1).sum()])
+    @@ _part_loss
+    - s.loss_agg_mode, s.n_ranks,
+    + s.loss_agg_mode, 1,
+    `agg_loss` does not know the number of ranks (`dp_size`), so averaging divides the gradients once more
+    @@ _part_loss
+    - s.loss_agg_mode, s.n_ranks,
+    + s.loss_agg_mode, 1,
     gradients are not cleared first
     @@ grpo_step
     - optimizer.zero_grad()
@@ -525,6 +586,16 @@ edits(
     @@ _part_loss
     - importance_weights(old,
     + importance_weights(log_probs,
+    the model gets the last token too, which is only a target
+    @@ _log_probs
+    - logits = model(tokens[:, :-1])
+    + logits = model(tokens)
+    - logits = (logits[0] if isinstance(logits, tuple) else logits)[mask]
+    + logits = (logits[0] if isinstance(logits, tuple) else logits)[:, :-1][mask]
+    the correction has the level of the ratio: its weights are those of tokens
+    @@ _part_loss
+    - "token", s.correction
+    + s.level, s.correction
     the log-probabilities are taken at temperature 1
     @@ _log_probs
     - / temperature
@@ -545,6 +616,10 @@ edits(
     @@ _part_loss
     - (clip_fraction * mask.sum()).round()
     + clip_fraction * s.n_tokens * len(mask) / s.n_rows
+    the micro-batches' shares of clipped tokens are added up as if they were counts
+    @@ _part_loss
+    - (clip_fraction * mask.sum()).round()
+    + clip_fraction
     the norm is that after clipping
     @@ grpo_step
     - optimizer.step()

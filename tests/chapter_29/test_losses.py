@@ -19,6 +19,7 @@ from tests.inputs import randn
 rewards = graded("rewards")
 
 ADVANTAGE, ENTROPY, CLIP, SEQUENCE, WEIGHT, AGGREGATE = (f"eq-rewards-{n}" for n in range(1, 7))
+FORM = "the contract: the right form"
 RAISES = "the contract, under Raises"
 RETURNS = "the contract, under Returns"
 ARGS = "the contract, under Args"
@@ -66,7 +67,7 @@ def test_score_response_knows_the_form():
             return answer == "4"
 
         expected = {"reward": float(right), "format_reward": float(right), "answer_reward": float(right)}
-        expect_equal(rewards.score_response(text, check, 0.25), expected, name="scores", read=RETURNS)
+        expect_equal(rewards.score_response(text, check, 0.25), expected, name="scores", read=FORM)
         expect_equal(seen, ["4"] if right else [], name="texts that check was called with", read=ARGS)
 
 
@@ -87,6 +88,7 @@ def test_score_response_pays_a_little_for_the_form():
 EXPRESSIONS = [
     ("2**3", [2, 3], 8, False),
     ("12", [1, 2], 12, False),
+    ("7/2", [2, 7], 3, False),
     ("8/(3-8/3)", [3, 3, 8, 8], 24, True),
     ("24+1/1000000", [24, 1, 1_000_000], 24, False),
     ("1/3*3", [1, 3, 3], 1, True),
@@ -151,7 +153,6 @@ def test_check_countdown_refuses_long_texts_and_never_raises():
 
 
 def test_check_countdown_is_exact():
-    case("all ways to put operators and brackets among 7, 7, 3, 4, against Python's fractions")
     for a, b, c in itertools.product("+-*/", repeat=3):
         for shape in ("7{}7{}3{}4", "(7{}7){}3{}4", "7{}(7{}3){}4", "7{}7{}(3{}4)", "7{}(7{}(3{}4))"):
             text = shape.format(a, b, c)
@@ -161,11 +162,9 @@ def test_check_countdown_is_exact():
             except ZeroDivisionError:
                 value = None
             for target in (24, 4, 1):
+                case(f"{text!r}, target {target}, one of all ways to put operators and brackets among 7, 7, 3, 4")
                 expect_equal(
-                    rewards.check_countdown(text, [7, 7, 3, 4], target),
-                    value == Fraction(target),
-                    name=f"{text} = {target}",
-                    read=RETURNS,
+                    rewards.check_countdown(text, [7, 7, 3, 4], target), value == Fraction(target), read=RETURNS
                 )
 
 
@@ -274,6 +273,16 @@ def test_token_log_probs_sum_the_weights_gradient_in_float32():
     for name, x in (("hidden", hidden), ("weight", weight)):
         expect_equal(x.grad.dtype, torch.bfloat16, name=f"dtype of the gradient of {name}", read=RETURNS)
     expect_close(weight.grad.float(), torch.tensor([[1.0], [-1.0]]), rtol=1e-2, name="the weight's gradient", read=COST)
+
+
+def test_token_log_probs_divide_in_float32():
+    case("bfloat16 logits 3, 5 and -2 at temperature 0.7: what the division gives is not rounded to bfloat16")
+    hidden, weight = torch.ones(3, 1).bfloat16(), torch.tensor([[3.0], [5.0], [-2.0]]).bfloat16()
+    targets = torch.tensor([0, 1, 2])
+    log_probs, entropy = rewards.token_log_probs(hidden, weight, targets, 0.7)
+    expected, expected_entropy = whole(hidden, weight, targets, 0.7)
+    expect_close(log_probs, expected.float(), name="log_probs", read=ARGS)
+    expect_close(entropy, expected_entropy.float(), atol=1e-5, name="entropy", read=ARGS)
 
 
 class Largest(TorchDispatchMode):

@@ -28,6 +28,7 @@ RETURNS = "the contract, under Returns"
 ARGS = "the contract, under Args"
 COST = "the contract, under Cost"
 ATTRIBUTES = "the contract, under Attributes"
+START, FINISH, TAKE = (f"the contract, under {method}" for method in ("start", "finish", "take"))
 
 # ---- sample_groups ---------------------------------------------------------------------------------------------------
 
@@ -53,6 +54,20 @@ def second_pass(model: nn.Module, tokens: Tensor, temperature: float) -> Tensor:
     logits = model(tokens[:, :-1])
     logits = logits[0] if isinstance(logits, tuple) else logits
     return (logits / temperature).log_softmax(-1).gather(-1, tokens[:, 1:, None]).squeeze(-1).detach()
+
+
+def test_sample_groups_give_each_row_a_seed():
+    case("three prompts, groups of 2, 8 new tokens, seed=11: rows 0 to 5 have the seeds 11 to 16")
+    model = model_of()
+    batch = rewards.sample_groups(model, PROMPTS, 2, Scheduler(*SIZES["roomy"]), 8, seed=11)
+    requests = [Request(PROMPTS[n // 2], 8, 1.0, 11 + n) for n in range(6)]
+    drawn: dict[Request, list[int]] = {request: [] for request in requests}
+    for request, token in generate_many(model, requests, Scheduler(*SIZES["roomy"])):
+        drawn[request].append(token)
+    for n, (request, new) in enumerate(drawn.items()):
+        start = len(request.tokens)
+        found = batch["tokens"][n, start : start + 8].tolist()
+        expect_equal(found, new, name=f"response {n}, of seed {11 + n}", read=ARGS)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
@@ -142,6 +157,14 @@ def test_sample_groups_leave_the_scheduler_free():
     expect_equal(scheduler.n_free, 7, name="free blocks", read=ARGS)
 
 
+def test_sample_groups_of_no_prompts():
+    case("no prompts, groups of 2")
+    batch = rewards.sample_groups(model_of(), [], 2, Scheduler(16, 7, 4), 5, version=3)
+    shapes = {key: tuple(value.shape) for key, value in batch.items() if key != "version"}
+    expected = {"tokens": (0, 1), "response_mask": (0, 0), "log_probs": (0, 0), "groups": (0,)}
+    expect_equal(shapes, expected, name="shapes", read=ARGS)
+
+
 def test_sample_groups_refuse_greedy_decoding():
     for temperature in (0.0, -1.0):
         case(f"temperature = {temperature}")
@@ -152,6 +175,14 @@ def test_sample_groups_refuse_greedy_decoding():
 # ---- StalenessGate ---------------------------------------------------------------------------------------------------
 
 
+def expect_taken(gate, expected: list | None, name: str = "take()") -> None:
+    """Expect a batch or None, which `take` may well return on purpose."""
+    found = gate.take()
+    if expected is not None:
+        expect_true(found is not None, f"{name} is None, but a batch is ready: {expected}", read=TAKE)
+    expect_equal(found, expected, name=name, read=TAKE)
+
+
 def test_StalenessGate_by_hand():
     gate = rewards.StalenessGate(batch_size=2, max_staleness=1)
     case("batches of 2, staleness 1 at most: 4 rollouts may start at version 0")
@@ -159,15 +190,15 @@ def test_StalenessGate_by_hand():
                  read=GATE)  # fmt: skip
     expect_equal(gate.start(3), 0, name="start(3)", read=GATE)
     expect_equal(gate.n_allowed, 1, name="n_allowed after 3 starts", read=GATE)
-    with expect_raises(ValueError, "2", "1", read=RAISES):
+    with expect_raises(ValueError, "2", "1", read=START):
         gate.start(2)
-    expect_equal(gate.n_allowed, 1, name="n_allowed after a refusal", read=RAISES)
+    expect_equal(gate.n_allowed, 1, name="n_allowed after a refusal", read=START)
     case("one rollout is finished: no batch; two: a batch, in the order of finishing")
     gate.finish("a", 0)
-    expect_equal(gate.take(), None, name="take()", read=RETURNS)
+    expect_taken(gate, None)
     gate.finish("b", 0)
-    expect_equal(gate.take(), [("a", 0), ("b", 0)], name="take()", read=RETURNS)
-    expect_equal(gate.take(), None, name="take() once more", read=RETURNS)
+    expect_taken(gate, [("a", 0), ("b", 0)])
+    expect_taken(gate, None, "take() once more")
     expect_equal(gate.n_allowed, 1, name="n_allowed: what was used still counts", read=GATE)
     case("version 1: two more may start, and the old rollout is still good")
     gate.advance()
@@ -175,7 +206,18 @@ def test_StalenessGate_by_hand():
     expect_equal(gate.start(), 1, name="start()", read=GATE)
     gate.finish("d", 1)
     gate.finish("c", 0)
-    expect_equal(gate.take(), [("c", 1), ("d", 0)], name="take(): the lowest version first", read=RETURNS)
+    expect_taken(gate, [("c", 1), ("d", 0)], "take(): the lowest version first")
+
+
+def test_StalenessGate_drops_before_it_counts():
+    gate = rewards.StalenessGate(batch_size=2, max_staleness=0)
+    case("batches of 2, staleness 0 at most: one of two rollouts finishes, then comes an update")
+    gate.start(2)
+    gate.finish("a", 0)
+    gate.advance()
+    expect_taken(gate, None)
+    expect_equal(gate.n_dropped, 1, name="n_dropped: too old, although there were too few for a batch", read=TAKE)
+    expect_equal(gate.n_allowed, 3, name="n_allowed: what was dropped no longer counts", read=GATE)
 
 
 def test_StalenessGate_drops_what_is_too_old():
@@ -188,7 +230,7 @@ def test_StalenessGate_drops_what_is_too_old():
     for item in "abc":
         gate.finish(item, 0)
     expect_equal((before, gate.n_allowed), (4, 4), name="n_allowed before and after they finish", read=GATE)
-    expect_equal(gate.take(), None, name="take()", read=RETURNS)
+    expect_taken(gate, None)
     expect_equal(gate.n_dropped, 3, name="n_dropped", read=ATTRIBUTES)
     expect_equal(gate.n_allowed, 7, name="n_allowed: what was dropped no longer counts", read=GATE)
     case("the fourth finishes with two of version 2: it is dropped, and the others make a batch")
@@ -196,7 +238,7 @@ def test_StalenessGate_drops_what_is_too_old():
     gate.finish("e", 2)
     gate.finish("d", 0)
     gate.finish("f", 2)
-    expect_equal(gate.take(), [("e", 0), ("f", 0)], name="take()", read=RETURNS)
+    expect_taken(gate, [("e", 0), ("f", 0)])
     expect_equal(gate.n_dropped, 4, name="n_dropped", read=ATTRIBUTES)
 
 
@@ -204,15 +246,15 @@ def test_StalenessGate_knows_what_runs():
     gate = rewards.StalenessGate(2, 3)
     gate.start(2)
     case("a rollout of version 5 is finished, and two of version 0 are running")
-    with expect_raises(ValueError, "5", read=RAISES):
+    with expect_raises(ValueError, "5", read=FINISH):
         gate.finish("a", 5)
     gate.finish("a", 0)
     gate.finish("b", 0)
     case("two of version 0 were started, and a third one is finished")
-    with expect_raises(ValueError, "0", read=RAISES):
+    with expect_raises(ValueError, "0", read=FINISH):
         gate.finish("c", 0)
     case("nothing of what was refused is in the batch")
-    expect_equal(gate.take(), [("a", 0), ("b", 0)], name="take(): nothing of the refused ones", read=RAISES)
+    expect_taken(gate, [("a", 0), ("b", 0)], "take(): nothing of the refused ones")
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 4])
@@ -234,16 +276,16 @@ def test_StalenessGate_never_yields_a_batch_too_old(max_staleness):
             version, item = running.pop(draw.randrange(len(running)))
             gate.finish(item, version)
         elif deed == "take" and (batch := gate.take()) is not None:
-            expect_equal(len(batch), batch_size, name="size of a batch", read=RETURNS)
+            expect_equal(len(batch), batch_size, name="size of a batch", read=TAKE)
             worst = max(staleness for _, staleness in batch)
-            expect_true(worst <= max_staleness, f"a rollout is {worst} versions old", read=RETURNS)
+            expect_true(worst <= max_staleness, f"a rollout is {worst} versions old", read=TAKE)
             ages = [staleness for _, staleness in batch]
-            expect_equal(ages, sorted(ages, reverse=True), name="staleness: lowest version first", read=RETURNS)
+            expect_equal(ages, sorted(ages, reverse=True), name="staleness: lowest version first", read=TAKE)
             taken += [item for item, _ in batch]
             gate.advance()
         expect_true(gate.n_dropped >= dropped, "n_dropped fell", read=ATTRIBUTES)
         dropped = gate.n_dropped
-    expect_equal(len(taken), len(set(taken)), name="rollouts used, each once", read=RETURNS)
+    expect_equal(len(taken), len(set(taken)), name="rollouts used, each once", read=TAKE)
     expect_true(len(taken) > 30, f"only {len(taken)} rollouts were used in 600 steps", read=GATE)
 
 
@@ -261,10 +303,11 @@ class Table(nn.Module):
         super().__init__()
         self.last = nn.Parameter(randn(NAMES, NAMES, seed=5, dtype=dtype))
         self.before = nn.Parameter(randn(NAMES, NAMES, seed=6, dtype=dtype))
-        self.as_tuple, self.rows = as_tuple, []
+        self.as_tuple, self.rows, self.widths = as_tuple, [], set[int]()
 
     def forward(self, tokens: Tensor):
         self.rows.append(len(tokens))
+        self.widths.add(tokens.shape[1])
         logits = self.last[tokens]
         logits = logits + nn.functional.pad(self.before[tokens[:, :-1]], (0, 0, 1, 0))
         return (logits, None) if self.as_tuple else logits
@@ -328,11 +371,11 @@ SETTINGS = {
     "clip": {"clip_ratio_low": 0.1, "clip_ratio_high": 0.5},
     "Dr. GRPO": {"normalize_by_std": False, "loss_agg_mode": "seq-mean-token-sum-norm", "loss_scale_factor": 11.0},
     "sequence": {"level": "sequence", "loss_agg_mode": "seq-mean-token-mean"},
+    "sequence, weights of tokens": {"level": "sequence", "correction": "truncate", "cap": 1.1},
     "truncate": {"correction": "truncate", "cap": 1.25, "loss_agg_mode": "token-sum"},
     "mask": {"correction": "mask", "cap": 1.5, "floor": 0.5, "loss_agg_mode": "seq-mean-token-sum"},
     "kl": {"kl_coef": 0.3, "correction": "truncate", "cap": 0.5, "temperature": 0.7},
 }
-every_setting = pytest.mark.parametrize("name", SETTINGS)
 
 
 def expected_step(batch: dict, lr: float, max_norm: float, **s) -> tuple[dict[str, float], Table]:
@@ -352,10 +395,10 @@ def expect_same_weights(model: nn.Module, expected: nn.Module, atol: float = 1e-
         expect_close(p.detach(), e.detach(), atol=atol, rtol=0, name=f"weight {name} after the step", read=STEP)
 
 
-@every_setting
+@pytest.mark.parametrize("name", [*SETTINGS, "no constant"])
 @pytest.mark.parametrize("micro_batch_size", [None, 1, 4])
 def test_grpo_step_equals_the_formulas(name, micro_batch_size):
-    settings = SETTINGS[name]
+    settings = SETTINGS.get(name, {"loss_agg_mode": "seq-mean-token-sum-norm"})  # divided by T - 1 of the batch
     case(f"six responses in two groups, micro_batch_size={micro_batch_size}, {settings or 'the defaults'}")
     model, batch = Table(), a_batch()
     before = copy.deepcopy(batch)
@@ -370,6 +413,7 @@ def test_grpo_step_equals_the_formulas(name, micro_batch_size):
     expect_equal({type(value) for value in found.values()}, {float}, name="types of the values", read=RETURNS)
     sizes = {None: [6], 1: [1] * 6, 4: [4, 2]}[micro_batch_size]
     expect_equal(model.rows, sizes, name="rows of each call of the model", read=ARGS)
+    expect_equal(model.widths, {5}, name="tokens of a row that the model gets", read=ARGS)
     expect_equal(sorted(batch), sorted(before), name="keys of the batch", read=ARGS)
     for key, value in before.items():
         if isinstance(value, Tensor):
@@ -452,6 +496,7 @@ def stepped(rank: int, world_size: int, names: list[str], micro_batch_size: int 
             model, torch.optim.SGD(model.parameters(), lr=0.5), batch, micro_batch_size, max_norm=0.01, **settings
         )
         numbers, expected = expected_step(a_batch(), 0.5, 0.01, **settings)
+        expect_close(found["loss"], numbers["loss"], atol=1e-6, name="loss", read=STEP)
         expect_same_weights(model, expected)
         expect_close(found, numbers, atol=1e-6, name="", read=STEP)
         seen += [found[key] for key in sorted(found)]
@@ -467,7 +512,7 @@ def test_grpo_step_on_two_ranks_equals_one_process(ranks, micro_batch_size):
 
 def test_grpo_step_communicates_three_times(ranks):
     result = ranks(stepped, ["kl"], 1, n_ranks=2)
-    case("collectives of each rank: two counts, the gradients, at most fourteen numbers")
+    case("collectives of each rank: two counts, the gradients, and one small tensor")
     for ledger in result.ledgers:
         calls = [(record.op, record.n_elements) for record in ledger.records]
         expect_equal([op for op, _ in calls], ["all_reduce"] * 3, name="calls", read=COST)
