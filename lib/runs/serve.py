@@ -57,7 +57,7 @@ def make_parser() -> Parser:
         required=True,
         type=filled,
         metavar="tiny|FOLDER",
-        help="tiny; a --checkpoint of lib.runs; or a folder in Transformers' format: a Llama, GPT-2, Qwen3, OLMo 3 or Gemma 3",
+        help="tiny; a --checkpoint of lib.runs; or a folder of a Llama, GPT-2, Qwen3, OLMo 3 or Gemma 3 of Transformers'",
     )
     model.add_argument("--name", type=filled, help="what clients call the model; default: the folder's name")
     model.add_argument(
