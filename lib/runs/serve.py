@@ -57,7 +57,8 @@ def make_parser() -> Parser:
         required=True,
         type=filled,
         metavar="tiny|FOLDER",
-        help="tiny; a --checkpoint of lib.runs; or a folder of a Llama, GPT-2, Qwen3, OLMo 3 or Gemma 3 of Transformers'",
+        help="tiny; a --checkpoint of lib.runs; or a folder in Transformers' format: of a Llama, GPT-2, Qwen3, OLMo 3 "
+        "or Gemma 3",
     )
     model.add_argument("--name", type=filled, help="what clients call the model; default: the folder's name")
     model.add_argument(
