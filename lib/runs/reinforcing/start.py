@@ -110,7 +110,7 @@ def check_questions(policy: Policy, questions: list[Question], task: str, new_to
 
 
 def warm(policy: Policy, shown: Iterator[Question], n_steps: int, lr: float, n_rows: int = 32) -> float:
-    """Supervised steps on a task's own solutions; returns the last loss, in nats a token."""
+    """Supervised steps on a task's worked answers; returns the last loss, in nats a token."""
     optimizer, loss = AdamW(policy.model.parameters(), lr=lr), torch.zeros(())
     device = next(policy.model.parameters()).device
     for step in range(n_steps):

@@ -124,7 +124,9 @@ def test_low_precision_refuses_an_unknown_part(tmp_path, capsys):
 def test_scaling_laws_are_swept_and_fitted(tmp_path):
     texts = (" ".join(f"to be {i} or not to be {i + j}, that is the question\n" for j in range(9)) for i in range(90))
     documents = [corpus.Document(f"{i}", text) for i, text in enumerate(texts)]
-    corpus.write(tmp_path / "corpus", documents, [], 0.2, 10**6, 300)
+    store = corpus.Store(tmp_path / "corpus" / "work" / "gathered")
+    store.add(documents)
+    corpus.write(tmp_path / "corpus", store, [], corpus.Form(held_out=0.2, sample=10**6, vocab=300))
     asked = ["--tiny", "--steps=12", f"--data={tmp_path}/corpus", f"--folder={tmp_path}"]
     scaling_laws.main(["sweep", "positions", "predict", *asked])
     found = load("scaling_laws", tmp_path)["results"]

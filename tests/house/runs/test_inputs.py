@@ -85,7 +85,8 @@ def test_a_refused_run_writes_nothing(capsys, tmp_path):
 
 def test_a_checkpoint_without_the_digest_can_still_be_continued(tmp_path):
     run = {"data": "words.txt", "contents of the data": "abc"}
-    options = type("Options", (), {"checkpoint": tmp_path, "steps": 9, "data": "words.txt"})
+    given = {"checkpoint": tmp_path, "checkpoint_flag": "--checkpoint", "steps": 9, "data": "words.txt"}
+    options = type("Options", (), given)
     state.check_same_run(options, {"step": 3, "run": {"data": "words.txt"}}, run)
     with pytest.raises(ValueError, match="digest def, now abc"):
         state.check_same_run(options, {"step": 3, "run": run | {"contents of the data": "def"}}, run)
