@@ -6,6 +6,7 @@ batch in float64, written out here, and one process for ranks.
 
 import copy
 import random
+from functools import cache
 
 import pytest
 import torch
@@ -38,6 +39,7 @@ LLAMA = LlamaConfig(vocab_size=V, dim=16, n_layers=2, n_heads=4, n_kv_heads=2, h
 GPT = GPT2Config(vocab_size=V, context_len=40, dim=16, n_layers=2, n_heads=4)
 SIZES = {"roomy": (64, 64, 4), "in chunks": (3, 64, 4), "preempting": (16, 7, 4)}
 every_pool = pytest.mark.parametrize("pool", SIZES)
+long_diagnosis = pytest.mark.time_limit(20)  # every known mistake runs the engine
 
 
 def model_of(kind: str = "llama", sharpness: float = 30.0) -> nn.Module:
@@ -50,26 +52,35 @@ def model_of(kind: str = "llama", sharpness: float = 30.0) -> nn.Module:
     return model
 
 
+@cache
+def drawn(kind: str, pool: str, group_size: int, n_new: int, temperature: float, eos_id: int | None) -> list:
+    """What `generate_many` draws for each row with the seeds 11, 12, ...: pairs of prompt and response."""
+    requests = [
+        Request(PROMPTS[n // group_size], n_new, temperature, 11 + n, eos_id=eos_id)
+        for n in range(len(PROMPTS) * group_size)
+    ]
+    new: dict[Request, list[int]] = {request: [] for request in requests}
+    for request, token in generate_many(model_of(kind), requests, Scheduler(*SIZES[pool])):
+        new[request].append(token)
+    return [(list(request.tokens), tokens) for request, tokens in new.items()]
+
+
 def second_pass(model: nn.Module, tokens: Tensor, temperature: float) -> Tensor:
     logits = model(tokens[:, :-1])
     logits = logits[0] if isinstance(logits, tuple) else logits
     return (logits / temperature).log_softmax(-1).gather(-1, tokens[:, 1:, None]).squeeze(-1).detach()
 
 
+@long_diagnosis
 def test_sample_groups_give_each_row_a_seed():
-    case("three prompts, groups of 2, 8 new tokens, seed=11: rows 0 to 5 have the seeds 11 to 16")
-    model = model_of()
-    batch = rewards.sample_groups(model, PROMPTS, 2, Scheduler(*SIZES["roomy"]), 8, seed=11)
-    requests = [Request(PROMPTS[n // 2], 8, 1.0, 11 + n) for n in range(6)]
-    drawn: dict[Request, list[int]] = {request: [] for request in requests}
-    for request, token in generate_many(model, requests, Scheduler(*SIZES["roomy"])):
-        drawn[request].append(token)
-    for n, (request, new) in enumerate(drawn.items()):
-        start = len(request.tokens)
-        found = batch["tokens"][n, start : start + 8].tolist()
+    case("three prompts, groups of 2, 4 new tokens, seed=11: rows 0 to 5 have the seeds 11 to 16")
+    batch = rewards.sample_groups(model_of(), PROMPTS, 2, Scheduler(*SIZES["roomy"]), 4, seed=11)
+    for n, (prompt, new) in enumerate(drawn("llama", "roomy", 2, 4, 1.0, None)):
+        found = batch["tokens"][n, len(prompt) : len(prompt) + 4].tolist()
         expect_equal(found, new, name=f"response {n}, of seed {11 + n}", read=ARGS)
 
 
+@long_diagnosis
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 @every_pool
 def test_sample_groups_equal_generate_many(pool, kind):
@@ -78,16 +89,13 @@ def test_sample_groups_equal_generate_many(pool, kind):
     )
     model, scheduler = model_of(kind), Scheduler(*SIZES[pool])
     batch = rewards.sample_groups(model, PROMPTS, 3, scheduler, 9, 0.8, seed=11, eos_id=2, pad_id=7, version=4)
-    requests = [Request(PROMPTS[n // 3], 9, 0.8, 11 + n, eos_id=2) for n in range(9)]
-    drawn: dict[Request, list[int]] = {request: [] for request in requests}
-    for request, token in generate_many(model, requests, Scheduler(*SIZES[pool])):
-        drawn[request].append(token)
-    rows = [request.tokens + new for request, new in drawn.items()]
+    pairs = drawn(kind, pool, 3, 9, 0.8, 2)
+    rows = [prompt + new for prompt, new in pairs]
     width = max(map(len, rows))
     expect_equal(
         batch["tokens"].tolist(), [row + [7] * (width - len(row)) for row in rows], name="tokens", read=RETURNS
     )
-    mask = [[len(r.tokens) <= t < len(r.tokens) + len(new) for t in range(1, width)] for r, new in drawn.items()]
+    mask = [[len(prompt) <= t < len(prompt) + len(new) for t in range(1, width)] for prompt, new in pairs]
     expect_equal(batch["response_mask"].tolist(), mask, name="response_mask", read=RETURNS)
     expect_equal(batch["groups"].tolist(), [0, 0, 0, 1, 1, 1, 2, 2, 2], name="groups", read=RETURNS)
     expect_equal(batch["version"], 4, name="version", read=RETURNS)
@@ -97,6 +105,7 @@ def test_sample_groups_equal_generate_many(pool, kind):
     expect_equal(dtypes, [torch.int64, torch.bool, torch.float32, torch.int64], name="dtypes", read=RETURNS)
 
 
+@long_diagnosis
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 @every_pool
 def test_sample_groups_read_log_probs_off_the_engine(pool, kind):
@@ -118,6 +127,7 @@ def positions_passed(model: nn.Module, call) -> int:
     return sum(passed)
 
 
+@long_diagnosis
 @every_pool
 def test_sample_groups_make_no_second_pass(pool):
     case(f"positions that the model sees, scheduler {SIZES[pool]}")
@@ -131,6 +141,7 @@ def test_sample_groups_make_no_second_pass(pool):
     expect_equal(found, expected, name="positions", read=COST)
 
 
+@long_diagnosis
 def test_sample_groups_leave_the_scheduler_free():
     model, scheduler = model_of(), Scheduler(16, 7, 4)
     case("the second prompt has a token that is not in the vocabulary")
