@@ -39,6 +39,7 @@ LLAMA = LlamaConfig(vocab_size=V, dim=16, n_layers=2, n_heads=4, n_kv_heads=2, h
 GPT = GPT2Config(vocab_size=V, context_len=40, dim=16, n_layers=2, n_heads=4)
 SIZES = {"roomy": (64, 64, 4), "in chunks": (3, 64, 4), "preempting": (16, 7, 4)}
 every_pool = pytest.mark.parametrize("pool", SIZES)
+every_model = pytest.mark.parametrize(("kind", "pool"), [*(("llama", pool) for pool in SIZES), ("gpt2", "preempting")])
 long_diagnosis = pytest.mark.time_limit(20)  # every known mistake runs the engine
 
 
@@ -81,9 +82,8 @@ def test_sample_groups_give_each_row_a_seed():
 
 
 @long_diagnosis
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-@every_pool
-def test_sample_groups_equal_generate_many(pool, kind):
+@every_model
+def test_sample_groups_equal_generate_many(kind, pool):
     case(
         f"{kind}, three prompts, groups of 3, at most 9 new tokens, eos_id=2, temperature 0.8; scheduler {SIZES[pool]}"
     )
@@ -106,9 +106,8 @@ def test_sample_groups_equal_generate_many(pool, kind):
 
 
 @long_diagnosis
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-@every_pool
-def test_sample_groups_read_log_probs_off_the_engine(pool, kind):
+@every_model
+def test_sample_groups_read_log_probs_off_the_engine(kind, pool):
     case(f"{kind}, temperature 0.8, scheduler {SIZES[pool]}: log-probabilities as in a second pass, 0 outside")
     model = model_of(kind)
     batch = rewards.sample_groups(model, PROMPTS, 3, Scheduler(*SIZES[pool]), 9, 0.8, seed=11, eos_id=2)
@@ -186,12 +185,12 @@ def test_sample_groups_refuse_greedy_decoding():
 # ---- StalenessGate ---------------------------------------------------------------------------------------------------
 
 
-def expect_taken(gate, expected: list | None, name: str = "take()") -> None:
+def expect_taken(gate, expected: list | None) -> None:
     """Expect a batch or None, which `take` may well return on purpose."""
     found = gate.take()
     if expected is not None:
-        expect_true(found is not None, f"{name} is None, but a batch is ready: {expected}", read=TAKE)
-    expect_equal(found, expected, name=name, read=TAKE)
+        expect_true(found is not None, f"take() is None, but a batch is ready: {expected}", read=TAKE)
+    expect_equal(found, expected, name="take()", read=TAKE)
 
 
 def test_StalenessGate_by_hand():
@@ -209,26 +208,26 @@ def test_StalenessGate_by_hand():
     expect_taken(gate, None)
     gate.finish("b", 0)
     expect_taken(gate, [("a", 0), ("b", 0)])
-    expect_taken(gate, None, "take() once more")
+    expect_taken(gate, None)
     expect_equal(gate.n_allowed, 1, name="n_allowed: what was used still counts", read=GATE)
-    case("version 1: two more may start, and the old rollout is still good")
+    case("version 1: two more may start, the old rollout is still good, and the lowest version goes first")
     gate.advance()
     expect_equal((gate.version, gate.n_allowed), (1, 3), name="version, n_allowed", read=GATE)
     expect_equal(gate.start(), 1, name="start()", read=GATE)
     gate.finish("d", 1)
     gate.finish("c", 0)
-    expect_taken(gate, [("c", 1), ("d", 0)], "take(): the lowest version first")
+    expect_taken(gate, [("c", 1), ("d", 0)])
 
 
 def test_StalenessGate_drops_before_it_counts():
     gate = rewards.StalenessGate(batch_size=2, max_staleness=0)
-    case("batches of 2, staleness 0 at most: one of two rollouts finishes, then comes an update")
+    case("batches of 2, staleness 0 at most: one of two rollouts finishes, then an update makes it too old")
     gate.start(2)
     gate.finish("a", 0)
     gate.advance()
     expect_taken(gate, None)
-    expect_equal(gate.n_dropped, 1, name="n_dropped: too old, although there were too few for a batch", read=TAKE)
-    expect_equal(gate.n_allowed, 3, name="n_allowed: what was dropped no longer counts", read=GATE)
+    expect_equal(gate.n_dropped, 1, name="n_dropped after take()", read=TAKE)
+    expect_equal(gate.n_allowed, 3, name="n_allowed after take()", read=GATE)
 
 
 def test_StalenessGate_drops_what_is_too_old():
@@ -265,7 +264,7 @@ def test_StalenessGate_knows_what_runs():
     with expect_raises(ValueError, "0", read=FINISH):
         gate.finish("c", 0)
     case("nothing of what was refused is in the batch")
-    expect_taken(gate, [("a", 0), ("b", 0)], "take(): nothing of the refused ones")
+    expect_taken(gate, [("a", 0), ("b", 0)])
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 4])
