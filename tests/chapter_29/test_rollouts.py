@@ -6,6 +6,7 @@ batch in float64, written out here, and one process for ranks.
 
 import copy
 import random
+from functools import cache
 
 import pytest
 import torch
@@ -38,6 +39,8 @@ LLAMA = LlamaConfig(vocab_size=V, dim=16, n_layers=2, n_heads=4, n_kv_heads=2, h
 GPT = GPT2Config(vocab_size=V, context_len=40, dim=16, n_layers=2, n_heads=4)
 SIZES = {"roomy": (64, 64, 4), "in chunks": (3, 64, 4), "preempting": (16, 7, 4)}
 every_pool = pytest.mark.parametrize("pool", SIZES)
+every_model = pytest.mark.parametrize(("kind", "pool"), [*(("llama", pool) for pool in SIZES), ("gpt2", "preempting")])
+long_diagnosis = pytest.mark.time_limit(20)  # every known mistake runs the engine
 
 
 def model_of(kind: str = "llama", sharpness: float = 30.0) -> nn.Module:
@@ -50,44 +53,49 @@ def model_of(kind: str = "llama", sharpness: float = 30.0) -> nn.Module:
     return model
 
 
+@cache
+def drawn(kind: str, pool: str, group_size: int, n_new: int, temperature: float, eos_id: int | None) -> list:
+    """What `generate_many` draws for each row with the seeds 11, 12, ...: pairs of prompt and response."""
+    requests = [
+        Request(PROMPTS[n // group_size], n_new, temperature, 11 + n, eos_id=eos_id)
+        for n in range(len(PROMPTS) * group_size)
+    ]
+    new: dict[Request, list[int]] = {request: [] for request in requests}
+    for request, token in generate_many(model_of(kind), requests, Scheduler(*SIZES[pool])):
+        new[request].append(token)
+    return [(list(request.tokens), tokens) for request, tokens in new.items()]
+
+
 def second_pass(model: nn.Module, tokens: Tensor, temperature: float) -> Tensor:
     logits = model(tokens[:, :-1])
     logits = logits[0] if isinstance(logits, tuple) else logits
     return (logits / temperature).log_softmax(-1).gather(-1, tokens[:, 1:, None]).squeeze(-1).detach()
 
 
+@long_diagnosis
 def test_sample_groups_give_each_row_a_seed():
-    case("three prompts, groups of 2, 8 new tokens, seed=11: rows 0 to 5 have the seeds 11 to 16")
-    model = model_of()
-    batch = rewards.sample_groups(model, PROMPTS, 2, Scheduler(*SIZES["roomy"]), 8, seed=11)
-    requests = [Request(PROMPTS[n // 2], 8, 1.0, 11 + n) for n in range(6)]
-    drawn: dict[Request, list[int]] = {request: [] for request in requests}
-    for request, token in generate_many(model, requests, Scheduler(*SIZES["roomy"])):
-        drawn[request].append(token)
-    for n, (request, new) in enumerate(drawn.items()):
-        start = len(request.tokens)
-        found = batch["tokens"][n, start : start + 8].tolist()
+    case("three prompts, groups of 2, 4 new tokens, seed=11: rows 0 to 5 have the seeds 11 to 16")
+    batch = rewards.sample_groups(model_of(), PROMPTS, 2, Scheduler(*SIZES["roomy"]), 4, seed=11)
+    for n, (prompt, new) in enumerate(drawn("llama", "roomy", 2, 4, 1.0, None)):
+        found = batch["tokens"][n, len(prompt) : len(prompt) + 4].tolist()
         expect_equal(found, new, name=f"response {n}, of seed {11 + n}", read=ARGS)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-@every_pool
-def test_sample_groups_equal_generate_many(pool, kind):
+@long_diagnosis
+@every_model
+def test_sample_groups_equal_generate_many(kind, pool):
     case(
         f"{kind}, three prompts, groups of 3, at most 9 new tokens, eos_id=2, temperature 0.8; scheduler {SIZES[pool]}"
     )
     model, scheduler = model_of(kind), Scheduler(*SIZES[pool])
     batch = rewards.sample_groups(model, PROMPTS, 3, scheduler, 9, 0.8, seed=11, eos_id=2, pad_id=7, version=4)
-    requests = [Request(PROMPTS[n // 3], 9, 0.8, 11 + n, eos_id=2) for n in range(9)]
-    drawn: dict[Request, list[int]] = {request: [] for request in requests}
-    for request, token in generate_many(model, requests, Scheduler(*SIZES[pool])):
-        drawn[request].append(token)
-    rows = [request.tokens + new for request, new in drawn.items()]
+    pairs = drawn(kind, pool, 3, 9, 0.8, 2)
+    rows = [prompt + new for prompt, new in pairs]
     width = max(map(len, rows))
     expect_equal(
         batch["tokens"].tolist(), [row + [7] * (width - len(row)) for row in rows], name="tokens", read=RETURNS
     )
-    mask = [[len(r.tokens) <= t < len(r.tokens) + len(new) for t in range(1, width)] for r, new in drawn.items()]
+    mask = [[len(prompt) <= t < len(prompt) + len(new) for t in range(1, width)] for prompt, new in pairs]
     expect_equal(batch["response_mask"].tolist(), mask, name="response_mask", read=RETURNS)
     expect_equal(batch["groups"].tolist(), [0, 0, 0, 1, 1, 1, 2, 2, 2], name="groups", read=RETURNS)
     expect_equal(batch["version"], 4, name="version", read=RETURNS)
@@ -97,9 +105,9 @@ def test_sample_groups_equal_generate_many(pool, kind):
     expect_equal(dtypes, [torch.int64, torch.bool, torch.float32, torch.int64], name="dtypes", read=RETURNS)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-@every_pool
-def test_sample_groups_read_log_probs_off_the_engine(pool, kind):
+@long_diagnosis
+@every_model
+def test_sample_groups_read_log_probs_off_the_engine(kind, pool):
     case(f"{kind}, temperature 0.8, scheduler {SIZES[pool]}: log-probabilities as in a second pass, 0 outside")
     model = model_of(kind)
     batch = rewards.sample_groups(model, PROMPTS, 3, Scheduler(*SIZES[pool]), 9, 0.8, seed=11, eos_id=2)
@@ -118,6 +126,7 @@ def positions_passed(model: nn.Module, call) -> int:
     return sum(passed)
 
 
+@long_diagnosis
 @every_pool
 def test_sample_groups_make_no_second_pass(pool):
     case(f"positions that the model sees, scheduler {SIZES[pool]}")
@@ -131,6 +140,7 @@ def test_sample_groups_make_no_second_pass(pool):
     expect_equal(found, expected, name="positions", read=COST)
 
 
+@long_diagnosis
 def test_sample_groups_leave_the_scheduler_free():
     model, scheduler = model_of(), Scheduler(16, 7, 4)
     case("the second prompt has a token that is not in the vocabulary")
@@ -175,12 +185,12 @@ def test_sample_groups_refuse_greedy_decoding():
 # ---- StalenessGate ---------------------------------------------------------------------------------------------------
 
 
-def expect_taken(gate, expected: list | None, name: str = "take()") -> None:
+def expect_taken(gate, expected: list | None) -> None:
     """Expect a batch or None, which `take` may well return on purpose."""
     found = gate.take()
     if expected is not None:
-        expect_true(found is not None, f"{name} is None, but a batch is ready: {expected}", read=TAKE)
-    expect_equal(found, expected, name=name, read=TAKE)
+        expect_true(found is not None, f"take() is None, but a batch is ready: {expected}", read=TAKE)
+    expect_equal(found, expected, name="take()", read=TAKE)
 
 
 def test_StalenessGate_by_hand():
@@ -198,26 +208,26 @@ def test_StalenessGate_by_hand():
     expect_taken(gate, None)
     gate.finish("b", 0)
     expect_taken(gate, [("a", 0), ("b", 0)])
-    expect_taken(gate, None, "take() once more")
+    expect_taken(gate, None)
     expect_equal(gate.n_allowed, 1, name="n_allowed: what was used still counts", read=GATE)
-    case("version 1: two more may start, and the old rollout is still good")
+    case("version 1: two more may start, the old rollout is still good, and the lowest version goes first")
     gate.advance()
     expect_equal((gate.version, gate.n_allowed), (1, 3), name="version, n_allowed", read=GATE)
     expect_equal(gate.start(), 1, name="start()", read=GATE)
     gate.finish("d", 1)
     gate.finish("c", 0)
-    expect_taken(gate, [("c", 1), ("d", 0)], "take(): the lowest version first")
+    expect_taken(gate, [("c", 1), ("d", 0)])
 
 
 def test_StalenessGate_drops_before_it_counts():
     gate = rewards.StalenessGate(batch_size=2, max_staleness=0)
-    case("batches of 2, staleness 0 at most: one of two rollouts finishes, then comes an update")
+    case("batches of 2, staleness 0 at most: one of two rollouts finishes, then an update makes it too old")
     gate.start(2)
     gate.finish("a", 0)
     gate.advance()
     expect_taken(gate, None)
-    expect_equal(gate.n_dropped, 1, name="n_dropped: too old, although there were too few for a batch", read=TAKE)
-    expect_equal(gate.n_allowed, 3, name="n_allowed: what was dropped no longer counts", read=GATE)
+    expect_equal(gate.n_dropped, 1, name="n_dropped after take()", read=TAKE)
+    expect_equal(gate.n_allowed, 3, name="n_allowed after take()", read=GATE)
 
 
 def test_StalenessGate_drops_what_is_too_old():
@@ -254,7 +264,7 @@ def test_StalenessGate_knows_what_runs():
     with expect_raises(ValueError, "0", read=FINISH):
         gate.finish("c", 0)
     case("nothing of what was refused is in the batch")
-    expect_taken(gate, [("a", 0), ("b", 0)], "take(): nothing of the refused ones")
+    expect_taken(gate, [("a", 0), ("b", 0)])
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 4])
