@@ -22,18 +22,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from lib.runs.data.corpus import (
-    PACKAGES,
-    SHORTEST,
-    VOCAB_SIZE,
-    Form,
-    Source,
-    documents_of_dataset,
-    documents_of_packages,
-    make_place,
-    start_work,
-    write,
-)
+from lib.runs.data.corpus import VOCAB_SIZE, Form, make_place, start_work, write
+from lib.runs.data.gathering import PACKAGES, SHORTEST, Source, documents_of_dataset, documents_of_packages
 from lib.runs.data.store import Document, Store
 from lib.runs.flags import Parser, UsageError, fraction, positive, some_of, whole
 from lib.runs.lock import closing_lock

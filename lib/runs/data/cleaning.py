@@ -19,7 +19,7 @@ import numpy as np
 from lib.data import contaminated_spans, deduplicate_lines, extract_text, minhash_signature, near_duplicates, normalize
 from lib.given.data.pages import PRIME, text_hash
 from lib.given.data.parts import Clusters
-from lib.runs.data.corpus import MARKED_UP, Source, clean, package_files, suffix, texts_of_dataset
+from lib.runs.data.gathering import MARKED_UP, Source, clean, package_files, suffix, texts_of_dataset
 from lib.runs.data.rules import RULES, Judged, Tally, judge
 from lib.runs.data.store import PART, Document, Store, batched, save, streamed
 

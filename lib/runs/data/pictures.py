@@ -9,7 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from lib.runs.data.corpus import make_place, unpacked
+from lib.runs.data.corpus import make_place
+from lib.runs.data.gathering import unpacked
 from lib.runs.lock import closing_lock
 
 PACKAGE = "dataset-fashion-mnist"

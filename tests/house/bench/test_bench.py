@@ -12,6 +12,7 @@ from lib.bench import all_reduce, attention_variants, gpu_tests, low_precision, 
 from lib.bench.kit import record
 from lib.given.data.record import MEASUREMENTS, load
 from lib.runs.data import corpus
+from lib.runs.data.store import Document, Store
 
 
 @pytest.mark.time_limit(60)
@@ -123,8 +124,8 @@ def test_low_precision_refuses_an_unknown_part(tmp_path, capsys):
 @pytest.mark.time_limit(200)
 def test_scaling_laws_are_swept_and_fitted(tmp_path):
     texts = (" ".join(f"to be {i} or not to be {i + j}, that is the question\n" for j in range(9)) for i in range(90))
-    documents = [corpus.Document(f"{i}", text) for i, text in enumerate(texts)]
-    store = corpus.Store(tmp_path / "corpus" / "work" / "gathered")
+    documents = [Document(f"{i}", text) for i, text in enumerate(texts)]
+    store = Store(tmp_path / "corpus" / "work" / "gathered")
     store.add(documents)
     corpus.write(tmp_path / "corpus", store, [], corpus.Form(held_out=0.2, sample=10**6, vocab=300))
     asked = ["--tiny", "--steps=12", f"--data={tmp_path}/corpus", f"--folder={tmp_path}"]

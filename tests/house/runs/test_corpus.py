@@ -18,8 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lib.runs.corpus import main
-from lib.runs.data import corpus
-from lib.runs.data.corpus import Document, Seen, Source, clean, files, is_held_out, is_text, make_tokenizer
+from lib.runs.data import corpus, gathering
+from lib.runs.data.corpus import is_held_out, make_tokenizer
+from lib.runs.data.gathering import Seen, Source, clean, files, is_text
+from lib.runs.data.store import Document
 from lib.runs.engine.log import read_log
 from lib.runs.engine.options import parse
 from lib.runs.engine.sources import open_tokens
@@ -75,7 +77,7 @@ def packages(monkeypatch):
         put(folder / "tree", trees[package])
         return Source(package, "1.0", ["MIT"])
 
-    monkeypatch.setattr(corpus, "unpacked", unpacked)
+    monkeypatch.setattr(gathering, "unpacked", unpacked)
 
 
 @pytest.fixture
@@ -234,7 +236,7 @@ def test_licences_are_read_from_the_copyright_file(monkeypatch, tmp_path, text, 
         return subprocess.CompletedProcess(command, 0, "", "")
 
     monkeypatch.setattr(subprocess, "run", run)
-    assert corpus.unpacked("tool", tmp_path) == Source("tool", "1:2.0", licences)
+    assert gathering.unpacked("tool", tmp_path) == Source("tool", "1:2.0", licences)
 
 
 def test_a_data_set_of_files_is_read_up_to_the_limit(tmp_path):
@@ -355,7 +357,7 @@ def test_what_apt_says_is_one_line(capsys, monkeypatch, tmp_path):
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_gathered(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(corpus, "unpacked", None)
+    monkeypatch.setattr(gathering, "unpacked", None)
     (tmp_path / "file").touch()
     wrong(capsys, f"{tmp_path}/file/c", f"{tmp_path}/file/c", "cannot create")
     wrong(capsys, f"{tmp_path}/file", f"{tmp_path}/file", "cannot create")

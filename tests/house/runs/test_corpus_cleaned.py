@@ -11,7 +11,7 @@ import pytest
 from lib import data
 from lib.demos import data as dirt
 from lib.runs.corpus import main
-from lib.runs.data import cleaning, corpus
+from lib.runs.data import cleaning, corpus, gathering
 from lib.runs.data.store import Document, Store
 from lib.runs.engine.options import parse
 from lib.runs.engine.sources import open_tokens
@@ -101,7 +101,7 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path, monkeypatch):
         with ThreadPoolExecutor(1) as pool:
             tracemalloc.start()
             store = Store(tmp_path / f"{n}/gathered")
-            cleaning.gather(store, corpus.Source("s", "", []), items, ("personal",), (None, None), pool)
+            cleaning.gather(store, gathering.Source("s", "", []), items, ("personal",), (None, None), pool)
             cleaning.steps_after(tmp_path / str(n), store, ["lines"], ["word " * 20], pool)
             peaks.append(tracemalloc.get_traced_memory()[1])
             tracemalloc.stop()

@@ -10,7 +10,7 @@ from lib.bench import scaling_laws_images
 from lib.given.data.images import load_images
 from lib.given.data.record import load
 from lib.runs.data import pictures
-from lib.runs.data.corpus import Source
+from lib.runs.data.gathering import Source
 from lib.runs.engine.loop import prepare
 from lib.runs.engine.options import parse
 from lib.runs.engine.tasks import ViTTask
