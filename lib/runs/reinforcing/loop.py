@@ -90,13 +90,13 @@ class Run:
             with Signals() as signals:
                 if not self.done:
                     keep_tokenizer(self.policy, o.out)
-                    self.look(log)
+                    self.ask_held_out(log)
                     self.save()
                 for step in log.bar:
                     log.note(step, self.step(step, log))
                     self.done = step + 1
                     if self.done % o.eval_every == 0 or self.done == o.steps:
-                        self.look(log)
+                        self.ask_held_out(log)
                     if self.done % o.save_every == 0 or self.done == o.steps or signals.asked:
                         self.save()
                     if signals.asked:
@@ -109,7 +109,7 @@ class Run:
         write(self.policy, o.out)
         return True
 
-    def look(self, log: Log) -> None:
+    def ask_held_out(self, log: Log) -> None:
         """Ask the held-out questions; no step's time includes this."""
         found = evaluate(self.policy, self.held_out, self.o)
         self.last = {"updates": self.done * self.o.updates, **found}
