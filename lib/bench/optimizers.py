@@ -5,9 +5,10 @@ of the Python packages that are installed.
 It writes ``chapters/measurements/optimizers.json``. ``--device cpu --tiny`` tries it.
 
 1. Predict Newton-Schulz's share of a step: ``newton_schulz_flops`` over ``6 n tokens``.
-2. Time steps in turns: PyTorch's fused AdamW, chapter 25's Muon, ``torch.optim.Muon``, each Muon with fused AdamW for
-   the rest.
-3. Train with each optimizer at the same number of rates, then with the best rate of each and other seeds.
+2. Time steps in turns: PyTorch's fused AdamW, chapter 25's Muon, the same in stacks (``lib.fast.parts.muon``) and
+   ``torch.optim.Muon``, each Muon with fused AdamW for the rest.
+3. Train with AdamW and with Muon in stacks at the same number of rates, then with the best rate of each and other
+   seeds.
    The loss to reach is what the tuned AdamW has at the end, the mean over its seeds.
 """
 
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 
 from lib.bench.kit import in_turns, record, seconds_of, spread, wait_for
 from lib.fast import models as fast
+from lib.fast.parts.muon import StackedMuon
 from lib.given.data.record import MEASUREMENTS
 from lib.given.models.gpt2 import GPT2_SMALL, GPT2Config
 from lib.gpt2 import GPT2
@@ -34,8 +36,13 @@ from lib.training import cosine_schedule
 
 VOCAB = 512
 """Bytes need 256 ids; the table's size is a multiple of 128."""
-RATES = {"adamw": (1.5e-4, 3e-4, 6e-4), "muon": (1.2e-3, 2.4e-3, 4.8e-3)}
+RATES = {"adamw": (1.5e-4, 3e-4, 6e-4), "stacked_muon": (1.2e-3, 2.4e-3, 4.8e-3)}
 """The largest rates that are tried. With "match_rms_adamw" both optimizers' steps are about as long."""
+MUONS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "stacked_muon": StackedMuon,
+    "muon": Muon,
+    "torch_muon": torch.optim.Muon,
+}
 ENDINGS = {".py", ".pyi", ".txt", ".rst", ".md", ".h", ".hpp", ".cuh"}
 HELD_OUT = 20
 """One file in so many is held out."""
@@ -66,13 +73,12 @@ def adamw(params: list, lr: float, o: argparse.Namespace) -> torch.optim.Optimiz
 
 
 def make_optimizers(kind: str, model: nn.Module, lr: float, o: argparse.Namespace) -> list[torch.optim.Optimizer]:
-    """AdamW alone, or one of the two Muons with AdamW for what is not in the blocks."""
+    """AdamW alone, or one of the three Muons with AdamW for what is not in the blocks."""
     if kind == "adamw":
         return [adamw(list(model.parameters()), lr, o)]
     matrices, others = split_parameters(model)
     settings: dict[str, Any] = {"lr": lr, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
-    muon = Muon(matrices, **settings) if kind == "muon" else torch.optim.Muon(matrices, **settings)
-    return [muon, adamw(others, lr, o)]
+    return [MUONS[kind](matrices, **settings), adamw(others, lr, o)]
 
 
 class Model:
@@ -96,7 +102,7 @@ class Training:
     """A model, its optimizers and its data.
 
     Args:
-        kind: "adamw", "muon" or "torch_muon".
+        kind: "adamw" or a key of ``MUONS``.
         lr: The largest rate.
         seed: Of the weights and of the order of the data.
         model: The model, which begins anew.
@@ -183,7 +189,7 @@ def prediction(o: argparse.Namespace) -> dict[str, Any]:
 
 def speeds(model: Model, texts: tuple[Tensor, Tensor], o: argparse.Namespace) -> dict[str, Any]:
     """Seconds of a step of each, in turns, and of the optimizers' steps alone."""
-    trainings = {kind: Training(kind, 1e-4, 0, model, texts, o) for kind in ("adamw", "muon", "torch_muon")}
+    trainings = {kind: Training(kind, 1e-4, 0, model, texts, o) for kind in ("adamw", *MUONS)}
     n = o.rounds
     steps = in_turns(
         {k: (lambda t=t: t.step(1e-4)) for k, t in trainings.items()}, lambda run: seconds_of(run, o.device, 3), n

@@ -1,7 +1,7 @@
 """``--optimizer muon``: chapter 25's Muon for the matrices of the blocks and AdamW for all other parameters, on any
 mesh of ranks.
 
-Where each rank has whole matrices, ``Muon`` steps on them.
+Where each rank has whole matrices, ``Muon`` steps on them; on a GPU it does so in stacks (``lib.fast.parts.muon``).
 Where ``fully_shard`` has cut them by rows, ``ShardedMuon`` does.
 Flat shards, and layers that ranks divide, have no whole rows: there the ranks of a stage assemble each direction,
 each of them orthogonalizes it, and each keeps its own part.
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
+from lib.fast.parts.muon import StackedMuon
 from lib.optimizers import Muon, ShardedMuon, newton_schulz
 from lib.runs.engine.options import Options
 
@@ -45,7 +46,8 @@ class MuonAndAdamW(Optimizer):
             matrices = [member for member in strategy.members(name) if member in strategy.matrices]
             (self._home(p) if matrices else self.others).append(p)
         settings: dict[str, Any] = {"momentum": MOMENTUM, "adjust_lr_fn": "match_rms_adamw", "ns_dtype": self.dtype}
-        self.muon = Muon(self.whole, **settings) if self.whole else None
+        make_muon = StackedMuon if device.type == "cuda" and options.path != "plain" else Muon
+        self.muon = make_muon(self.whole, **settings) if self.whole else None
         self.pieces = self._pieces()
         decaying, plain = self._adamw_parameters()
         groups = [{"params": decaying, "weight_decay": self.decay}, {"params": plain, "weight_decay": 0.0}]

@@ -13,12 +13,12 @@ from lib.given.data.record import load
 def test_both_optimizers_race_to_adamws_loss(tmp_path, monkeypatch):
     text = torch.arange(4000).to(torch.uint8)
     monkeypatch.setattr(optimizers, "read_text", lambda n_bytes: (text, text[:500]))
-    monkeypatch.setattr(optimizers, "RATES", {"adamw": (1e-3, 1e-2), "muon": (1e-3, 1e-2)})
+    monkeypatch.setattr(optimizers, "RATES", {"adamw": (1e-3, 1e-2), "stacked_muon": (1e-3, 1e-2)})
     words = "--device cpu --tiny --steps 2 --batch 1 --length 16 --seeds 2 --eval-every 1 --eval-batches 1 --rounds 1"
     optimizers.main(["speeds", *words.split(), "--folder", str(tmp_path)])
     optimizers.main(["race", *words.split(), "--folder", str(tmp_path)])
     found = load("optimizers", tmp_path)["results"]
-    assert set(found["speeds"]["step_s"]) == {"adamw", "muon", "torch_muon"}, (
+    assert set(found["speeds"]["step_s"]) == {"adamw", "stacked_muon", "muon", "torch_muon"}, (
         "the part that was measured before is kept"
     )
     race = found["race"]
@@ -26,7 +26,9 @@ def test_both_optimizers_race_to_adamws_loss(tmp_path, monkeypatch):
         len(curves) == 2 and [point["step"] for point in curves[0]] == [1, 2] for curves in race["curves"].values()
     )
     assert race["goal"] == pytest.approx(sum(curve[-1]["loss"] for curve in race["curves"]["adamw"]) / 2)
-    assert race["best_rate"]["muon"] == min((1e-3, 1e-2), key=lambda lr: race["tuning"]["muon"][str(lr)])
+    assert race["best_rate"]["stacked_muon"] == min(
+        (1e-3, 1e-2), key=lambda lr: race["tuning"]["stacked_muon"][str(lr)]
+    )
 
 
 def test_the_prediction_is_of_the_products_over_those_of_a_step():

@@ -1,0 +1,143 @@
+"""Chapter 25's Muon for a GPU: the matrices of one shape are orthogonalized together, and half of a symmetric product
+is computed.
+
+A GPT-2 has dozens of matrices and each needs fifteen products, too small to fill a GPU one at a time.
+In a stack, the same products are a few large ones.
+Two of three products in a step of Newton-Schulz are symmetric: ``symmetric_product`` computes the tiles on and below
+the diagonal, and writes each twice.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lib.given.kernels.mode import INTERPRETED, tl, triton
+from lib.given.optim import triples
+from lib.optimizers import Muon, newton_schulz
+
+SIDE, TERMS = (16, 16) if INTERPRETED else (128, 64)  # of a tile; terms that are added at a time
+
+
+@triton.jit
+def symmetric_kernel(
+    x, add, out, n, n_terms, x_batch, x_row, x_term, alpha, beta,
+    ADDS: tl.constexpr, SIDE: tl.constexpr, TERMS: tl.constexpr,
+):  # fmt: skip
+    """out [batch, n, n] is alpha x x^T, plus beta times the symmetric ``add``; program t has the t-th tile below."""
+    t = tl.program_id(0)
+    i = ((tl.sqrt(8.0 * t + 1.0) - 1.0) / 2.0).to(tl.int32)  # t = i (i + 1) / 2 + j with j <= i
+    i = tl.where(i * (i + 1) // 2 > t, i - 1, i)
+    i = tl.where((i + 1) * (i + 2) // 2 <= t, i + 1, i)
+    j = t - i * (i + 1) // 2
+    matrix = tl.program_id(1).to(tl.int64)
+    rows, columns, terms = i * SIDE + tl.arange(0, SIDE), j * SIDE + tl.arange(0, SIDE), tl.arange(0, TERMS)
+    left = x + matrix * x_batch + rows[:, None] * x_row + terms[None, :] * x_term
+    right = x + matrix * x_batch + columns[None, :] * x_row + terms[:, None] * x_term
+    total = tl.zeros([SIDE, SIDE], tl.float32)
+    for start in range(0, n_terms, TERMS):
+        inside = terms + start < n_terms
+        a = tl.load(left, mask=(rows < n)[:, None] & inside[None, :], other=0.0)
+        b = tl.load(right, mask=inside[:, None] & (columns < n)[None, :], other=0.0)
+        total = tl.dot(a, b, total)
+        left += TERMS * x_term
+        right += TERMS * x_term
+    total *= alpha
+    inside = (rows < n)[:, None] & (columns < n)[None, :]
+    places = matrix * n * n + rows[:, None] * n + columns[None, :]
+    if ADDS:
+        total += beta * tl.load(add + places, mask=inside, other=0.0).to(tl.float32)
+    tile = total.to(out.dtype.element_ty)
+    tl.store(out + places, tile, mask=inside)
+    if i != j:
+        mirrored = (columns < n)[:, None] & (rows < n)[None, :]
+        tl.store(out + matrix * n * n + columns[:, None] * n + rows[None, :], tl.trans(tile), mask=mirrored)
+
+
+def symmetric_product(
+    x: Float[Tensor, "batch n terms"], add: Float[Tensor, "batch n n"] | None = None, alpha=1.0, beta=1.0
+) -> Float[Tensor, "batch n n"]:
+    """``alpha x x^T + beta add``, added in float32 and rounded once.
+
+    Args:
+        x: Matrices with any strides, on a device on which Triton's kernels run.
+        add: Symmetric matrices of x's dtype, contiguous; left out, nothing is added.
+        alpha: Factor of the product.
+        beta: Factor of ``add``.
+
+    Cost: ``n^2 terms`` FLOPs a matrix, half of those of a product that does not know of its symmetry.
+    """
+    batch, n, n_terms = x.shape
+    out = x.new_empty(batch, n, n)
+    tiles = triton.cdiv(n, SIDE)
+    symmetric_kernel[(tiles * (tiles + 1) // 2, batch)](
+        x, x if add is None else add, out, n, n_terms, *x.stride(), alpha, beta, add is not None, SIDE, TERMS,
+        num_warps=8, num_stages=3,
+    )  # fmt: skip
+    return out
+
+
+def newton_schulz_by_halves(
+    G: Float[Tensor, "batch r c"], steps: int, coefficients: Any, eps: float, dtype: torch.dtype
+) -> Float[Tensor, "batch r c"]:
+    """Chapter 25's ``newton_schulz`` for a stack of matrices, with symmetric products."""
+    X = G.to(dtype)
+    is_tall = G.shape[1] > G.shape[2]
+    X = X.mT if is_tall else X
+    X = X / torch.linalg.matrix_norm(X, keepdim=True).clamp(min=eps)
+    for a, b, c in triples(coefficients, steps):
+        A = symmetric_product(X)
+        B = symmetric_product(A, A, c, b)  # A is its own transpose
+        X = torch.baddbmm(X, B, X, beta=a)
+    return X.mT if is_tall else X
+
+
+class StackedMuon(Muon):
+    """Chapter 25's ``Muon``, with one call of Newton-Schulz for all matrices of a shape.
+
+    Its arguments, its state and its steps are ``Muon``'s, to rounding; ``cautious`` is refused.
+
+    Cost: beside ``Muon``, a copy of all matrices of a shape in ``ns_dtype`` and one of their gradients' dtype.
+    """
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if param_group.get("cautious", self.defaults["cautious"]):
+            raise ValueError("cautious=True: expected False, since a stack of matrices decays as one")
+        super().add_param_group(param_group)
+
+    def update_group(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        stacks: dict[tuple[Any, ...], list[Tensor]] = {}
+        for p in parameters:
+            stacks.setdefault((matrix_of(p).shape[-2:], p.dtype, p.device), []).append(p)
+        for stack in stacks.values():
+            self.update_stack(stack, group)
+
+    def update_stack(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        """Update parameters whose matrices have one shape."""
+        gradients = [p.grad for p in parameters]
+        means = [self.state[p].setdefault("momentum_buffer", torch.zeros_like(p)) for p in parameters]
+        torch._foreach_lerp_(means, gradients, 1 - group["momentum"])
+        directions = torch._foreach_lerp(gradients, means, group["momentum"]) if group["nesterov"] else means
+        rows, columns = matrix_of(parameters[0]).shape[-2:]
+        matrices = [matrix_of(d).reshape(-1, rows, columns) for d in directions]
+        found = orthogonal(torch.cat(matrices), group).split([len(m) for m in matrices])
+        steps = [o.reshape(p.shape) for o, p in zip(found, parameters, strict=True)]
+        match_rms = group["adjust_lr_fn"] == "match_rms_adamw"
+        scale = 0.2 * max(rows, columns) ** 0.5 if match_rms else max(1, rows / columns) ** 0.5
+        torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
+        torch._foreach_add_(parameters, steps, alpha=-group["lr"] * scale)
+
+
+def matrix_of(tensor: Tensor) -> Tensor:
+    """The matrix, or the batch of them, that Muon orthogonalizes: more than three dimensions are ``[first, rest]``."""
+    return tensor.flatten(1) if tensor.ndim > 3 else tensor
+
+
+def orthogonal(stack: Float[Tensor, "batch r c"], group: dict[str, Any]) -> Float[Tensor, "batch r c"]:
+    """The learner's ``newton_schulz``, or on a GPU in 16 bits the one with symmetric products."""
+    settings: Sequence[Any] = [group[name] for name in ("ns_steps", "ns_coefficients", "eps", "ns_dtype")]
+    if stack.is_cuda and group["ns_dtype"] in (torch.bfloat16, torch.float16):
+        return newton_schulz_by_halves(stack, *settings)
+    return newton_schulz(stack, *settings)
