@@ -36,7 +36,7 @@ from lib.training import cosine_schedule
 
 VOCAB = 512
 """Bytes need 256 ids; the table's size is a multiple of 128."""
-RATES = {"adamw": (1.5e-4, 3e-4, 6e-4), "stacked_muon": (1.2e-3, 2.4e-3, 4.8e-3)}
+RATES = {"adamw": (6e-4, 1.2e-3, 2.4e-3), "stacked_muon": (1.2e-3, 2.4e-3, 4.8e-3)}
 """The largest rates that are tried. With "match_rms_adamw" both optimizers' steps are about as long."""
 MUONS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "stacked_muon": StackedMuon,
