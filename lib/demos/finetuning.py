@@ -173,10 +173,10 @@ def packed(kind: str, everything: bool = False, held_out: bool = False) -> dict[
 
 def micro_batches(rows: dict[str, Tensor], seed: int) -> Iterator[tuple[Tensor, Tensor]]:
     """One packed row after the other, drawn at random: ``[3, 1, T]`` and its targets."""
-    generator = torch.Generator().manual_seed(seed)
+    generator, inputs = torch.Generator().manual_seed(seed), as_input(rows)
     while True:
-        i = torch.randint(len(rows["inputs"]), (1,), generator=generator)
-        yield as_input(rows)[:, i], rows["targets"][i]
+        i = torch.randint(inputs.shape[1], (1,), generator=generator)
+        yield inputs[:, i], rows["targets"][i]
 
 
 def as_input(rows: dict[str, Tensor]) -> Tensor:
@@ -198,7 +198,7 @@ def answer_loss(model: GPT2, kind: str) -> float:
     return masked_cross_entropy(Packed(model)(as_input(rows)), rows["targets"]).item()
 
 
-def compare_losses(n_steps: int = 200, lr: float = 2e-3) -> dict[str, dict[str, Any]]:
+def compare_losses(n_steps: int = 120, lr: float = 2e-3) -> dict[str, dict[str, Any]]:
     """The same model tuned with three losses: what each gives on the held-out answers, and the model."""
     settings = {
         "all tokens": (True, accumulate_masked),
@@ -213,7 +213,7 @@ def compare_losses(n_steps: int = 200, lr: float = 2e-3) -> dict[str, dict[str, 
     return found
 
 
-def tune_adapters(r: int, over_nf4: bool = False, n_steps: int = 200, lr: float = 1e-2) -> dict[str, Any]:
+def tune_adapters(r: int, over_nf4: bool = False, n_steps: int = 120, lr: float = 1e-2) -> dict[str, Any]:
     """LoRA of rank ``r`` on all matrices of the blocks: losses, and the bytes that training holds.
 
     Args:
