@@ -198,7 +198,7 @@ def answer_loss(model: GPT2, kind: str) -> float:
     return masked_cross_entropy(Packed(model)(as_input(rows)), rows["targets"]).item()
 
 
-def compare_losses(n_steps: int = 120, lr: float = 2e-3) -> dict[str, dict[str, Any]]:
+def compare_losses(n_steps: int = 200, lr: float = 2e-3) -> dict[str, dict[str, Any]]:
     """The same model tuned with three losses: what each gives on the held-out answers, and the model."""
     settings = {
         "all tokens": (True, accumulate_masked),
@@ -213,7 +213,7 @@ def compare_losses(n_steps: int = 120, lr: float = 2e-3) -> dict[str, dict[str, 
     return found
 
 
-def tune_adapters(r: int, over_nf4: bool = False, n_steps: int = 120, lr: float = 1e-2) -> dict[str, Any]:
+def tune_adapters(r: int, over_nf4: bool = False, n_steps: int = 200, lr: float = 1e-2) -> dict[str, Any]:
     """LoRA of rank ``r`` on all matrices of the blocks: losses, and the bytes that training holds.
 
     Args:
