@@ -94,6 +94,7 @@ def setup(app):
     app.add_config_value("workbook_subtitle", book["subtitle"], "html")
     pages.connect(app)
     site.read_definition_lists(app)
+    site.share_pages(app)
     app.extensions[
         "sphinx_multitoc_numbering"
     ].parallel_read_safe = True  # it numbers chapters after all have been read

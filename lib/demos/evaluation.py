@@ -36,9 +36,9 @@ PREFIX = 0  # the byte 0, which the text does not have
 NORMALIZATIONS = ("sum", "token", "byte", "unconditional")
 
 
-@dataclass
+@dataclass(eq=False)
 class Trained:
-    """A model with its tokenizer.
+    """A model with its tokenizer; equal only to itself, so that its scores can be kept.
 
     Attributes:
         model: Takes tokens, and returns logits or a tuple that begins with them.
@@ -144,15 +144,26 @@ def questions(n: int = 150) -> list[dict[str, Any]]:
     return found[:n]
 
 
-def answers(run: Trained, n_shots: int = 0) -> dict[str, list[int]]:
-    """For each normalization, the choice that a model takes for each question."""
-    asked, pairs, alone = questions(), [], []
+@cache
+def _scored(run: Trained, n_shots: int = 0) -> tuple[list[tuple[list[int], list[int]]], list[float]]:
+    """Ids of each question with each of its four choices, and their log-likelihoods."""
+    asked, pairs = questions(), []
     for i in range(len(asked)):
         context, continuations = few_shot_prompt(asked, i, n_shots)
         pairs += [encode_pair(run.encode, context, c) for c in continuations]
-        alone += [encode_pair(run.encode, "Section:", c) for c in continuations]
-    scores = [s for s, _ in loglikelihood(run.model, pairs, LENGTH)]
-    unconditional = [s for s, _ in loglikelihood(run.model, alone, LENGTH)]
+    return pairs, [score for score, _ in loglikelihood(run.model, pairs, LENGTH)]
+
+
+@cache
+def _unconditional(run: Trained) -> list[float]:
+    """The log-likelihood of each choice without its question."""
+    alone = [encode_pair(run.encode, "Section:", " " + c) for q in questions() for c in q["choices"]]
+    return [score for score, _ in loglikelihood(run.model, alone, LENGTH)]
+
+
+def answers(run: Trained, n_shots: int = 0) -> dict[str, list[int]]:
+    """For each normalization, the choice that a model takes for each question."""
+    asked, (pairs, scores), unconditional = questions(), _scored(run, n_shots), _unconditional(run)
     found: dict[str, list[int]] = {name: [] for name in NORMALIZATIONS}
     for i, question in enumerate(asked):
         four = slice(4 * i, 4 * i + 4)
@@ -169,9 +180,7 @@ def right(chosen: list[int]) -> list[int]:
 
 def three_tasks(run: Trained) -> tuple[float, float, float]:
     """Accuracy on the questions, on those with two choices only (both by bytes), and on each paragraph's 20th word."""
-    asked, two = questions(), []
-    pairs = [encode_pair(run.encode, q["query"], " " + c) for q in asked for c in q["choices"]]
-    scores = [s for s, _ in loglikelihood(run.model, pairs, LENGTH)]
+    asked, two, scores = questions(), [], _scored(run)[1]
     for i, q in enumerate(asked):
         kept = sorted((q["gold"], (q["gold"] + 1) % 4))
         n_bytes = [len(q["choices"][c].encode()) for c in kept]
@@ -225,8 +234,10 @@ def judged(programs: dict[str, list[str]]) -> dict[str, list[tuple[str, bool]]]:
         found = run_program(job[1], given, timeout_s=2.0)
         return found.status, found.status == "ok" and found.stdout.strip() == expected
 
-    with ThreadPoolExecutor(2) as pool:
-        return {task: list(pool.map(judge, [(task, p) for p in some])) for task, some in programs.items()}
+    jobs = [(task, program) for task, some in programs.items() for program in some]
+    with ThreadPoolExecutor(4) as pool:  # most of the time they wait for a program that sleeps
+        ends = iter(list(pool.map(judge, jobs)))
+    return {task: [next(ends) for _ in some] for task, some in programs.items()}
 
 
 # ---- digits ----------------------------------------------------------------------------------------------------------

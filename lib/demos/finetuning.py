@@ -173,10 +173,10 @@ def packed(kind: str, everything: bool = False, held_out: bool = False) -> dict[
 
 def micro_batches(rows: dict[str, Tensor], seed: int) -> Iterator[tuple[Tensor, Tensor]]:
     """One packed row after the other, drawn at random: ``[3, 1, T]`` and its targets."""
-    generator = torch.Generator().manual_seed(seed)
+    generator, inputs = torch.Generator().manual_seed(seed), as_input(rows)
     while True:
-        i = torch.randint(len(rows["inputs"]), (1,), generator=generator)
-        yield as_input(rows)[:, i], rows["targets"][i]
+        i = torch.randint(inputs.shape[1], (1,), generator=generator)
+        yield inputs[:, i], rows["targets"][i]
 
 
 def as_input(rows: dict[str, Tensor]) -> Tensor:

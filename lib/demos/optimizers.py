@@ -95,16 +95,17 @@ def train(
     return {"losses": losses, "seconds": seconds}
 
 
+@cache
+def run(kind: str, lr: float, n_steps: int) -> dict[str, Any]:
+    """One optimizer at one rate: the curve of its training, and the held-out loss at its end."""
+    model = new_model()
+    curve = train(model, make_optimizers(kind, model, lr), n_steps)
+    return {**curve, "held_out": held_out_loss(model)}
+
+
 def race(n_steps: int = 100) -> dict[str, dict[float, dict[str, Any]]]:
     """Every optimizer at each of its rates, from the same weights and on the same batches."""
-    found: dict[str, dict[float, dict[str, Any]]] = {}
-    for kind, rates in RATES.items():
-        found[kind] = {}
-        for lr in rates:
-            model = new_model()
-            curve = train(model, make_optimizers(kind, model, lr), n_steps)
-            found[kind][lr] = {**curve, "held_out": held_out_loss(model)}
-    return found
+    return {kind: {lr: run(kind, lr, n_steps) for lr in rates} for kind, rates in RATES.items()}
 
 
 def trained(n_steps: int = 60) -> tuple[GPT2, AdamW]:
@@ -155,17 +156,16 @@ class ScheduleFree(torch.optim.Optimizer):
 
 def without_schedule(n_steps: int = 100, lr: float = 3e-3) -> dict[str, float]:
     """Held-out losses: with the cosine; at a constant rate; of the mean weights of its last half; schedule-free."""
-    found: dict[str, float] = {}
-    for schedule in ("cosine", "constant"):
-        model, sums = new_model(), dict[str, Tensor]()
+    found: dict[str, float] = {"cosine": run("AdamW", lr, n_steps)["held_out"]}
+    model, sums = new_model(), dict[str, Tensor]()
 
-        def add(step: int, model: nn.Module = model, sums: dict[str, Tensor] = sums) -> None:
-            if step >= n_steps // 2:
-                for name, value in model.state_dict().items():
-                    sums[name] = sums.get(name, 0) + value / (n_steps - n_steps // 2)
+    def add(step: int) -> None:
+        if step >= n_steps // 2:
+            for name, value in model.state_dict().items():
+                sums[name] = sums.get(name, 0) + value / (n_steps - n_steps // 2)
 
-        train(model, make_optimizers("AdamW", model, lr), n_steps, schedule, add)
-        found[schedule] = held_out_loss(model)
+    train(model, make_optimizers("AdamW", model, lr), n_steps, "constant", add)
+    found["constant"] = held_out_loss(model)
     model.load_state_dict(sums)
     found["constant, mean weights of the last half"] = held_out_loss(model)
     model = new_model()

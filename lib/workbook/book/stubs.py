@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Iterable
 from datetime import datetime
+from functools import lru_cache
 from pathlib import Path
 
 from lib.workbook.book import sources
@@ -242,10 +243,16 @@ def _arguments(node: ast.FunctionDef) -> tuple[tuple[str, ...], frozenset[str]]:
 def _span(source: str, name: str) -> tuple[int, int] | None:
     """First and last line of a top-level definition, including its decorators."""
     span = None
-    for node in ast.parse(source).body:
+    for node in _statements(source):
         if getattr(node, "name", None) == name:
             span = (_first(node), node.end_lineno or node.lineno)
     return span
+
+
+@lru_cache(maxsize=2)
+def _statements(source: str) -> list[ast.stmt]:
+    """The top-level statements of a source, parsed once for all of the exercises that are looked up in it."""
+    return ast.parse(source).body
 
 
 def _first(node: ast.stmt) -> int:

@@ -30,7 +30,8 @@ kernelspec:
 
 
 def build(destination: str | Path = "_build/html", execute: bool = True) -> None:
-    """Build every page and run every cell on the reference solutions, two chapters at a time; a warning is an error.
+    """Build every page and run every cell on the reference solutions, as many pages at a time as there are cores, from
+    two to four; a warning is an error.
 
     Args:
         destination: Folder of the pages, relative to the project.
@@ -41,7 +42,8 @@ def build(destination: str | Path = "_build/html", execute: bool = True) -> None
     """
     write_solution_pages()
     assets.write()
-    command = [sys.executable, "-m", "sphinx", "-b", "html", "-W", "--keep-going", "-q", "-j", "2"]
+    n_at_once = min(max(os.cpu_count() or 2, 2), 4)
+    command = [sys.executable, "-m", "sphinx", "-b", "html", "-W", "--keep-going", "-q", "-j", str(n_at_once)]
     if not execute:
         command += ["-D", "nb_execution_mode=off", "-D", "suppress_warnings=misc.highlighting_failure"]
     command += [str(ROOT), str(ROOT / destination)]
@@ -52,14 +54,17 @@ def build(destination: str | Path = "_build/html", execute: bool = True) -> None
 
 
 def environment() -> dict[str, str]:
-    """The environment in which the site's cells run: the reference solutions, links instead of commands, no network."""
+    """The environment in which the site's cells run: the reference solutions, links instead of commands, no network,
+    one thread a process because several pages share the cores, and compiled modules kept for the next process.
+    """
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     return {
-        **os.environ,
+        **{name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"},
         "WORKBOOK_WORLD": "reference",
         "WORKBOOK_LINKS": "site",
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
         "KINETO_LOG_LEVEL": "99",  # as lib/__init__.py sets it; a chapter imports torch before lib
         "PYDEVD_DISABLE_FILE_VALIDATION": "1",
         "JUPYTER_PATH": jupyter_path(),
@@ -136,6 +141,26 @@ def write_if_new(path: Path, text: str) -> None:
     """Write a file unless it already holds that text, so that what depends on its date is left alone."""
     if not path.exists() or path.read_text(encoding="utf-8") != text:
         write_atomically(path, text)
+
+
+def share_pages(app) -> None:
+    """Give each process of Sphinx one page with cells at a time, the last chapters first, because they take longest.
+
+    Sphinx would cut the list into a few long pieces, and the process with the slowest piece would end alone.
+    """
+    from sphinx import builders
+
+    def pieces(names: list[str], n_at_once: int) -> list[list[str]]:
+        with_cells = sorted((name for name in names if has_cells(Path(app.env.doc2path(name)))), reverse=True)
+        found = [[name] for name in with_cells] + [[name for name in names if name not in with_cells]]
+        return found[:n_at_once] + found[n_at_once:][::-1]  # of those that wait, Sphinx starts the last one
+
+    builders.make_chunks = pieces
+
+
+def has_cells(page: Path) -> bool:
+    """Whether a page runs code: solution pages do not."""
+    return "```{code-cell}" in page.read_text(encoding="utf-8")
 
 
 # ---- the solution pages ----------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jupytext
 import pytest
@@ -140,6 +141,16 @@ def test_a_changed_reference_runs_every_cell_anew(monkeypatch, tmp_path):
     before = sites.code_digest()
     (tmp_path / "solutions" / "rope.py").write_text("x = 2\n")
     assert sites.code_digest() != before
+
+
+def test_every_page_is_read_once_and_those_with_cells_one_at_a_time(monkeypatch):
+    builders = pytest.importorskip("sphinx.builders")
+    monkeypatch.setattr(builders, "make_chunks", None)
+    sites.share_pages(SimpleNamespace(env=SimpleNamespace(doc2path=lambda name: ROOT / f"{name}.md")))
+    names = ["chapters/01_tokenization", "chapters/02_rope", "chapters/03_attention", "chapters/names", "README"]
+    pieces = builders.make_chunks(names, 2)
+    assert pieces[:2] == [["chapters/names"], ["chapters/03_attention"]]
+    assert pieces[2:] == [["README"], ["chapters/01_tokenization"], ["chapters/02_rope"]]  # the last one starts first
 
 
 @pytest.mark.parametrize("chapter", chapters().values(), ids=lambda chapter: chapter.module)

@@ -43,6 +43,15 @@ def test_digits_have_a_fixed_split():
         load_images("digits", "valid")
 
 
+def test_digits_are_scikit_learns():
+    from sklearn.datasets import load_digits
+
+    theirs, ours = load_digits(), [load_images("digits", split) for split in ("train", "test")]
+    rows = torch.cat([torch.cat([16 * part.images.flatten(1), part.labels[:, None]], dim=1) for part in ours])
+    expected = torch.cat([torch.from_numpy(theirs.data), torch.from_numpy(theirs.target)[:, None]], dim=1).float()
+    assert sorted(rows.tolist()) == sorted(expected.tolist())
+
+
 def test_the_photograph_is_in_colour():
     assert photograph().shape == (3, 600, 512)
     small = photograph(75, 64)
