@@ -41,7 +41,7 @@ LONG = [f"--strategy cp --engine {engine}" for engine in ("ours", "torch")]
 PRODUCTS = ["--replicate 2 --shard 2", "--tensor 2 --context 2", "--pipeline 2 --shard 2 --accumulate 2"]
 PRODUCTS += ["--pipeline 2 --shard 2 --accumulate 2 --engine torch"]
 SGD = "--optimizer sgd --lr 0.1"  # AdamW would divide rounding errors by tiny roots
-WAYS = {"vit": SIMPLE + DIVIDED, "gpt2": SIMPLE + DIVIDED + LONG, "llama": SIMPLE}
+WAYS = {"vit": [SIMPLE[2], DIVIDED[1], DIVIDED[2]], "gpt2": SIMPLE + DIVIDED + LONG, "llama": SIMPLE[1:3]}
 
 
 @pytest.fixture
@@ -178,7 +178,7 @@ def test_runs_without_an_evaluation_read_the_same_items_as_before(tmp_path):
 @pytest.mark.time_limit(200)
 def test_the_best_checkpoint_outlives_worse_steps_and_a_killed_run(tmp_path):
     command = f"{VIT} --optimizer sgd --lr 0.5 --warmup 0 --save-every 2".replace("--steps 4", "--steps 6")
-    ways = ["", "--strategy ddp", "--strategy fsdp", "--strategy fsdp --engine torch"]
+    ways = ["", "--strategy ddp", "--strategy fsdp --engine torch"]
     whole = [f"{command} {way} --log {tmp_path}/whole{i} --checkpoint {tmp_path}/a{i}" for i, way in enumerate(ways)]
     here = [f"{command} {way} --log {tmp_path}/here{i} --checkpoint {tmp_path}/b{i}" for i, way in enumerate(ways)]
     for result in programs.whole_and_killed(0, 1, whole[:1], here[:1], [], 5):
