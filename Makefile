@@ -2,7 +2,7 @@
 # The first four make .venv first, when it is missing or older than pyproject.toml or requirements.lock, and then call `workbook`.
 PYTHON ?= python3
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip install --progress-bar off --disable-pip-version-check --constraint requirements.lock
+PIP := $(BIN)/python -m pip install $(PIP_FLAGS) --progress-bar off --disable-pip-version-check --constraint requirements.lock
 STEP := $(PYTHON) -I lib/workbook/tools/step.py
 
 .PHONY: lab test site pdf clean lock

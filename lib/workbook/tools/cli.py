@@ -283,7 +283,8 @@ def test():
         "not browser and not exhaustive",
         "-q",
     ]
-    command += ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
+    # three on two cores: while one waits for its ranks or its server, the others compute
+    command += ["-n", "3", "--dist", "loadfile", "--no-loadscope-reorder"]
     raise typer.Exit(subprocess.run(command, cwd=ROOT, env=environment).returncode)
 
 
