@@ -524,27 +524,6 @@ def test_no_test_reads_a_clock(chapter):
     assert not re.search(r"perf_counter|time\.time\(|monotonic|timeit", text)
 
 
-@by_chapter
-def test_a_module_is_short_and_its_functions_shorter(chapter):
-    lines = chapter.reference.read_text().splitlines()
-    tree = ast.parse("\n".join(lines))
-    text = {
-        n
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
-        for n in range(node.lineno, (node.end_lineno or node.lineno) + 1)
-    }
-    code = [n for n, line in enumerate(lines, start=1) if n not in text and line.strip() and line.strip()[0] != "#"]
-    assert len(code) <= 300, f"{chapter.module} has {len(code)} lines of code (docstrings and comments not counted)"
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef):
-            body = node.body[1:] if ast.get_docstring(node) else node.body
-            first, last = (body[0].lineno, node.end_lineno) if body else (0, 0)
-            code = [text for text in lines[first - 1 : last] if text.strip() and not text.strip().startswith("#")]
-            limit = 60 if node.decorator_list and "jit" in ast.unparse(node.decorator_list[0]) else 25
-            assert len(code) <= limit, f"{chapter.module}.{node.name} has {len(code)} lines"
-
-
 @pytest.mark.parametrize("path", sorted((ROOT / "chapters").glob("*.md")), ids=lambda p: p.name)
 def test_chapters_are_in_canonical_form(path, tmp_path):
     canonical = tmp_path / path.name
