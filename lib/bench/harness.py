@@ -17,7 +17,7 @@ from typing import Any
 from lib.bench.kit import record
 from lib.evaluation import few_shot_prompt
 from lib.given.data.record import MEASUREMENTS
-from lib.runs.data.questions import TASKS, Question, generated, kind_of
+from lib.runs.data.questions import TASKS, Example, generated, kind_of
 from lib.runs.engine.export import llama_for_transformers, write
 from lib.runs.engine.sources import make_codec
 from lib.runs.evaluating.answers import score_answers
@@ -41,14 +41,14 @@ def make_text() -> str:
     return "\n\n".join(f"{row['query']} {row['choices'][row['gold']]}" for row in rows)
 
 
-def weekdays() -> list[Question]:
+def weekdays() -> list[Example]:
     """Choices of unequal length, which a normalization tells apart."""
     asked = [(day, k) for day in range(7) for k in (1, 2, 3)]
     return [{"query": f"{k} days after {DAYS[day]} comes", "choices": list(DAYS), "gold": (day + k) % 7}
             for day, k in asked]  # fmt: skip
 
 
-def make_tasks(served: Served) -> dict[str, list[Question]]:
+def make_tasks(served: Served) -> dict[str, list[Example]]:
     """Every kind that the harness has too; of the written answers every second one is what the model writes."""
     tasks = {name: generated(name, N, seed=0) for name in TASKS} | {"weekdays": weekdays()}
     shots = [few_shot_prompt(tasks["dates"], i, 3)[0] for i in range(20)]
@@ -69,7 +69,7 @@ def options(**changes: Any) -> Namespace:
     return Namespace(**DEFAULTS | flags | changes)
 
 
-def ours(served: Served, tasks: dict[str, list[Question]]) -> dict[str, dict[str, float]]:
+def ours(served: Served, tasks: dict[str, list[Example]]) -> dict[str, dict[str, float]]:
     """What `lib.runs.evaluate` finds, by the harness's names."""
     found: dict[str, dict[str, float]] = {}
     for name, rows in tasks.items():
@@ -87,7 +87,7 @@ def ours(served: Served, tasks: dict[str, list[Question]]) -> dict[str, dict[str
     return found
 
 
-def settings_of(name: str, rows: list[Question]) -> dict[str, Any]:
+def settings_of(name: str, rows: list[Example]) -> dict[str, Any]:
     """The harness's description of a task. The rows are handed over: a file's dates would be parsed."""
     from datasets import Dataset
 
@@ -106,7 +106,7 @@ def settings_of(name: str, rows: list[Question]) -> dict[str, Any]:
                      "generation_kwargs": until}  # fmt: skip
 
 
-def theirs(served: Served, tasks: dict[str, list[Question]], folder: Path) -> dict[str, dict[str, float]]:
+def theirs(served: Served, tasks: dict[str, list[Example]], folder: Path) -> dict[str, dict[str, float]]:
     """What the harness finds, with Transformers' model of the same weights."""
     from lm_eval import simple_evaluate
     from lm_eval.api.task import ConfigurableTask

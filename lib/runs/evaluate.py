@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from lib.runs.data.questions import TASKS, Question, kind_of, load
+from lib.runs.data.questions import TASKS, Example, kind_of, load
 from lib.runs.evaluating.answers import score_answers, score_programs
 from lib.runs.evaluating.choices import DEFAULTS, center, score_choices, score_texts
 from lib.runs.evaluating.choices import answer as answer
@@ -79,13 +79,13 @@ def check_places(options: Any) -> None:
             raise UsageError(f"{flag} {path}: expected a file in a folder that exists")
 
 
-def load_tasks(options: Any) -> dict[str, list[Question]]:
+def load_tasks(options: Any) -> dict[str, list[Example]]:
     """The questions of all tasks, by the tasks' names.
 
     Raises:
         UsageError: a task cannot be read, or two have the same name.
     """
-    tasks: dict[str, list[Question]] = {}
+    tasks: dict[str, list[Example]] = {}
     for name in options.tasks:
         for task, questions in load(name, options.limit, options.seed).items():
             if task in tasks:
@@ -104,7 +104,7 @@ def load_served(options: Any) -> Served:
     return load_model(options.model, None, options.tokenizer, dtype, device)
 
 
-def score(served: Served, name: str, questions: list[Question], options: Any) -> tuple[dict[str, Any], list[str]]:
+def score(served: Served, name: str, questions: list[Example], options: Any) -> tuple[dict[str, Any], list[str]]:
     """The result of a task, and for each question what a page of examples shows of it."""
     from tqdm import tqdm
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from lib.runs.flags import UsageError
 
-Question = dict[str, Any]
+Example = dict[str, Any]
 KEYS = {
     "choices": ("query", "choices", "gold"),
     "answers": ("query", "answer"),
@@ -27,21 +27,21 @@ KEYS = {
 """Keys of a line of each kind; texts have files of their own."""
 
 
-def _question(draw: random.Random, query: str, right: str, wrong: list[str]) -> Question:
+def _question(draw: random.Random, query: str, right: str, wrong: list[str]) -> Example:
     """The right answer among at most three wrong ones, in a random order."""
     choices = [right, *dict.fromkeys(text for text in wrong if text != right)][:4]
     draw.shuffle(choices)
     return {"query": query, "choices": choices, "gold": choices.index(right)}
 
 
-def _sums(draw: random.Random) -> Question:
+def _sums(draw: random.Random) -> Example:
     """Sums of two numbers below 100, among numbers near by."""
     a, b = draw.randrange(100), draw.randrange(100)
     near = draw.sample([-11, -10, -9, -2, -1, 1, 2, 9, 10, 11], 3)
     return _question(draw, f"{a} + {b} =", str(a + b), [str(a + b + d) for d in near])
 
 
-def _sorting(draw: random.Random) -> Question:
+def _sorting(draw: random.Random) -> Example:
     """Five digits in rising order, among other orders."""
     digits = draw.sample(range(10), 5)
     right = sorted(digits)
@@ -50,7 +50,7 @@ def _sorting(draw: random.Random) -> Question:
     return _question(draw, f"{told[0]} in rising order:", told[1], told[2:])
 
 
-def _copying(draw: random.Random) -> Question:
+def _copying(draw: random.Random) -> Example:
     """Six letters again, among copies with one letter changed."""
     letters = draw.sample("abcdefghijklmnopqrstuvwxyz", 9)
     right, spare = letters[:6], letters[6:]
@@ -59,7 +59,7 @@ def _copying(draw: random.Random) -> Question:
     return _question(draw, f"{' '.join(right)} again:", " ".join(right), [" ".join(text) for text in wrong])
 
 
-def _brackets(draw: random.Random) -> Question:
+def _brackets(draw: random.Random) -> Example:
     """Whether brackets of three kinds are closed in order."""
     text = _nested(draw, 4)
     if is_closed := draw.random() < 0.5:
@@ -97,7 +97,7 @@ def closes(text: str) -> bool:
     return not open_ones
 
 
-def _dates(draw: random.Random) -> Question:
+def _dates(draw: random.Random) -> Example:
     """The day after a date; every second one ends a month."""
     day = date(draw.randrange(1990, 2030), draw.randrange(1, 13), draw.randrange(1, 29))
     if draw.random() < 0.5:
@@ -107,17 +107,17 @@ def _dates(draw: random.Random) -> Question:
     return _question(draw, f"The day after {day:%Y-%m-%d} is", f"{day + timedelta(days=1):%Y-%m-%d}", told)
 
 
-TASKS: dict[str, Callable[[random.Random], Question]] = {
+TASKS: dict[str, Callable[[random.Random], Example]] = {
     "sums": _sums, "sorting": _sorting, "copying": _copying, "brackets": _brackets, "dates": _dates,
 }  # fmt: skip
 """Tasks that ship with the book: each makes a question from a generator."""
 
 
-def generated(name: str, n: int, seed: int) -> list[Question]:
+def generated(name: str, n: int, seed: int) -> list[Example]:
     """Questions of a task that ships with the book, no query twice."""
     draw, seen = random.Random(f"{name} {seed}"), set[str]()
 
-    def fresh() -> Iterator[Question]:
+    def fresh() -> Iterator[Example]:
         while True:
             question = TASKS[name](draw)
             if question["query"] not in seen:
@@ -127,18 +127,18 @@ def generated(name: str, n: int, seed: int) -> list[Question]:
     return list(islice(fresh(), n))
 
 
-def kind_of(question: Question) -> str:
+def kind_of(question: Example) -> str:
     """The kind whose keys a question has."""
     return next((kind for kind, keys in KEYS.items() if set(keys) <= question.keys()), "texts")
 
 
-def read(path: Path) -> list[Question]:
+def read(path: Path) -> list[Example]:
     """The questions of a file of JSON lines; keys that their kind does not have are ignored.
 
     Raises:
         UsageError: the file cannot be read, or a line is no question; the message names the line.
     """
-    found: list[Question] = []
+    found: list[Example] = []
     for number, line in enumerate(_text(path).splitlines(), start=1):
         if not line.strip():
             continue
@@ -160,7 +160,7 @@ def _text(path: Path) -> str:
         raise UsageError(f"--tasks {path} cannot be read: {error}") from None
 
 
-def _question_of(line: str) -> Question:
+def _question_of(line: str) -> Example:
     """The question of a line.
 
     Raises:
@@ -188,7 +188,7 @@ def _question_of(line: str) -> Question:
     return row
 
 
-def _check_choices(row: Question) -> None:
+def _check_choices(row: Example) -> None:
     choices, gold = row.get("choices"), row["gold"]
     texts = choices if isinstance(choices, list) else []
     if len(texts) < 2 or not all(isinstance(text, str) and text for text in texts):
@@ -197,7 +197,7 @@ def _check_choices(row: Question) -> None:
         raise ValueError(f"gold: {str(gold)[:40]}, expected the index of one of {len(texts)} choices")
 
 
-def read_texts(paths: list[Path]) -> list[Question]:
+def read_texts(paths: list[Path]) -> list[Example]:
     """A document of each file that is not empty.
 
     Raises:
@@ -209,7 +209,7 @@ def read_texts(paths: list[Path]) -> list[Question]:
     return found
 
 
-def load(name: str, n: int | None, seed: int) -> dict[str, list[Question]]:
+def load(name: str, n: int | None, seed: int) -> dict[str, list[Example]]:
     """The questions of a task's name, of a file, or of a folder, by the task's name.
 
     In a folder every ``.jsonl`` file is a task, and all ``.txt`` files together are one of the folder's name.

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lib.evaluation import encode_pair, few_shot_prompt
-from lib.runs.data.questions import Question, kind_of, load
+from lib.runs.data.questions import Example, kind_of, load
 from lib.runs.engine import state as checkpoints
 from lib.runs.engine.options import Options
 from lib.runs.engine.tasks import Task
@@ -73,13 +73,13 @@ def evaluate(run: Any) -> dict[str, float]:
     return found
 
 
-def load_questions(task: Task) -> dict[str, list[Question]]:
+def load_questions(task: Task) -> dict[str, list[Example]]:
     """The questions of ``--eval-tasks``, by the tasks' names.
 
     Raises:
         UsageError: a task cannot be read, its answers would have to be written, or a question does not fit.
     """
-    found: dict[str, list[Question]] = {}
+    found: dict[str, list[Example]] = {}
     for name in task.options.eval_tasks or ():
         try:
             found |= load(name, None, DEFAULTS["seed"])
@@ -97,7 +97,7 @@ def load_questions(task: Task) -> dict[str, list[Question]]:
     return found
 
 
-def _check_fit(name: str, questions: list[Question], task: Task) -> None:
+def _check_fit(name: str, questions: list[Example], task: Task) -> None:
     """Find now what would end the run at its first evaluation."""
     codec: Any = task.source.codec
     for i in range(len(questions)):

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lib.evaluation import extract_answer, few_shot_prompt
-from lib.runs.data.questions import Question
+from lib.runs.data.questions import Example
 from lib.runs.evaluating import programs
 from lib.runs.evaluating.choices import block, share
 from lib.runs.flags import UsageError
@@ -34,7 +34,7 @@ def read_out(text: str, kind: str, n_choices: int = 4) -> str | None:
     return text.strip() if kind == "text" else extract_answer(text, kind, n_choices)
 
 
-def score_answers(questions: list[Question], options: Any, progress: Any, write: Write) -> tuple[dict[str, Any], list]:
+def score_answers(questions: list[Example], options: Any, progress: Any, write: Write) -> tuple[dict[str, Any], list]:
     """The result of a task whose answers must be exactly right, and for each question what a page shows of it.
 
     Raises:
@@ -57,7 +57,7 @@ def score_answers(questions: list[Question], options: Any, progress: Any, write:
     return share(n_right, len(questions), 0.0), shown
 
 
-def score_programs(tasks: list[Question], options: Any, progress: Any, write: Write) -> tuple[dict[str, Any], list]:
+def score_programs(tasks: list[Example], options: Any, progress: Any, write: Write) -> tuple[dict[str, Any], list]:
     """The result of a task whose answers are programs, and for each what a page shows of its first sample."""
     written = write([task["prompt"] for task in tasks], options.samples, programs.STOPS)
     verdicts = programs.judge_all(tasks, written, options, progress)

@@ -14,7 +14,7 @@ from lib.evaluation import (
     loglikelihood,
     wilson_interval,
 )
-from lib.runs.data.questions import Question
+from lib.runs.data.questions import Example
 from lib.runs.flags import UsageError
 
 DEFAULTS: dict[str, Any] = {"shots": 5, "normalization": "byte", "batch_size": 16, "seed": 0}
@@ -22,7 +22,7 @@ DEFAULTS: dict[str, Any] = {"shots": 5, "normalization": "byte", "batch_size": 1
 PART = 32  # questions between two signs of progress
 
 
-def answer(served: Any, questions: list[Question], options: Any, progress: Any) -> list[int]:
+def answer(served: Any, questions: list[Example], options: Any, progress: Any) -> list[int]:
     """The index of the choice that the model takes for each question.
 
     Raises:
@@ -48,7 +48,7 @@ def answer(served: Any, questions: list[Question], options: Any, progress: Any) 
     return picks
 
 
-def judge(questions: list[Question], picks: list[int]) -> dict[str, Any]:
+def judge(questions: list[Example], picks: list[int]) -> dict[str, Any]:
     """How many are right, within what interval, and how many guessing would get."""
     right = sum(pick == question["gold"] for pick, question in zip(picks, questions, strict=True))
     baseline = sum(1 / len(question["choices"]) for question in questions) / len(questions)
@@ -61,7 +61,7 @@ def share(right: int, n: int, baseline: float) -> dict[str, Any]:
     return {"questions": n, "right": right, "accuracy": right / n, "low": low, "high": high, "baseline": baseline}
 
 
-def score_choices(served: Any, questions: list[Question], options: Any, progress: Any) -> tuple[dict[str, Any], list]:
+def score_choices(served: Any, questions: list[Example], options: Any, progress: Any) -> tuple[dict[str, Any], list]:
     """The result of a task of choices, and for each question what a page shows of it."""
     picks = answer(served, questions, options, progress)
     shown = []
@@ -85,7 +85,7 @@ def first_token(tokenizer: Any) -> int:
     return put[0] if put else min(tokenizer.end_ids, default=tokenizer.encode("\n")[-1])
 
 
-def score_texts(served: Any, documents: list[Question], options: Any, progress: Any) -> tuple[dict[str, Any], list]:
+def score_texts(served: Any, documents: list[Example], options: Any, progress: Any) -> tuple[dict[str, Any], list]:
     """The bits per byte of documents together, and of each what a page shows.
 
     Tokens are counted as one byte each, and the sum is divided by the bytes of the text itself: so every token is

@@ -24,7 +24,7 @@ from lib.workbook.book.stubs import untouched, write_atomically
 from lib.workbook.checks import gradescope, mistakes, report
 from lib.workbook.checks.child import MACHINERY, Child, Ended
 from lib.workbook.checks.ranks import Ranks, warm_up
-from lib.workbook.checks.report import Told
+from lib.workbook.checks.report import CheckReport
 from lib.workbook.checks.runner import EXERCISE, TIME_LIMIT_S, Runner, limit_of, take_terminal
 from lib.workbook.checks.summary import Marks, refusal
 from lib.workbook.grading.cases import case
@@ -319,7 +319,7 @@ class Checks:
 
     def _count(self, one: TestReport) -> None:
         """Shorten a failure to one line if the exercise has failed before, unless -v asks for everything."""
-        told = Told.of(one)
+        told = CheckReport.of(one)
         if told is None or not one.failed or self.option.verbose > 0:
             return
         told.repeated = self.marks.failed_before(told.module, told.name)
@@ -333,7 +333,7 @@ class Checks:
     # ---- reporting ---------------------------------------------------------------------------------------------------
 
     def pytest_report_teststatus(self, report):
-        told = Told.of(report)
+        told = CheckReport.of(report)
         if told is None or (report.when == "teardown" and report.passed):
             return None
         if told.state == "not run":
@@ -384,7 +384,7 @@ class Checks:
             terminalreporter.write_line(line)
 
 
-def _not_run(item, told: Told, why: str) -> TestReport:
+def _not_run(item, told: CheckReport, why: str) -> TestReport:
     told.state, told.problem = "not run", why
     path, line = item.location[0], (item.location[1] or 0) + 1
     return _made(item, "skipped", told, longrepr=(path, line, why))

@@ -32,7 +32,7 @@ class RaisedInAnswer(Exception):
 
 
 @dataclass(kw_only=True)
-class Told:
+class CheckReport:
     """What the report says about one check.
 
     ``state`` is one of `STATES`: "wrong" is the learner's fault, "not checked" is the book's or the machine's,
@@ -57,7 +57,7 @@ class Told:
     repeated: int = 0
 
     @classmethod
-    def of(cls, report) -> "Told | None":
+    def of(cls, report) -> "CheckReport | None":
         """The record that a report of pytest carries; None for a test that grades nothing."""
         data = getattr(report, "workbook", None)
         return cls(**data) if data else None
@@ -107,9 +107,9 @@ def _in_one_line(label: str, text: str) -> str:
     return text.splitlines()[-1] if label == "at" else " ".join(text.split())[:MESSAGE_WIDTH]
 
 
-def begin(exercise: Exercise, world: str) -> Told:
+def begin(exercise: Exercise, world: str) -> CheckReport:
     """A fresh record for a check of an exercise that is graded in ``world``."""
-    return Told(
+    return CheckReport(
         chapter=exercise.chapter,
         module=exercise.module,
         number=exercise.number,
@@ -145,7 +145,7 @@ def case_of(item) -> str:
     return current_case() or (callspec.id if callspec else item.name)
 
 
-def explain(told: Told, item, error: BaseException) -> None:
+def explain(told: CheckReport, item, error: BaseException) -> None:
     """Write into ``told`` what the exception of a check means."""
     inner = getattr(error, "error", None)  # a rank's own exception, inside the failure of its run
     wrong = next((e for e in (error, inner) if isinstance(e, Wrong)), None)
@@ -167,7 +167,7 @@ def explain(told: Told, item, error: BaseException) -> None:
         told.fill(*_raised(case, error))
 
 
-def _next_step(told: Told, stub: str) -> str:
+def _next_step(told: CheckReport, stub: str) -> str:
     number, _, what = stub.removeprefix("Exercise ").partition(":")
     if number != told.number:
         return f"first {stub[0].lower()}{stub[1:]}"

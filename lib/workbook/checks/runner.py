@@ -18,7 +18,7 @@ from lib.workbook.checks import diagnosis, mistakes, report
 from lib.workbook.checks.alarm import TimeLimit, alarm
 from lib.workbook.checks.child import peak_mb
 from lib.workbook.checks.diagnosis import Trials
-from lib.workbook.checks.report import RaisedInAnswer, Told
+from lib.workbook.checks.report import CheckReport, RaisedInAnswer
 from lib.workbook.checks.state import Shared
 from lib.workbook.checks.summary import Marks
 from lib.workbook.grading.cases import BOARD, case
@@ -69,7 +69,7 @@ class Runner:
             return
         growth, changed = peak_mb() - before if limit else 0.0, self.shared.restore()
         last = next((one for one in reports if one.failed), reports[-1])
-        told = Told.of(last) or report.begin(exercise, self.world_of(exercise))
+        told = CheckReport.of(last) or report.begin(exercise, self.world_of(exercise))
         if limit and growth > limit and not last.failed:
             _fail(last, told, _too_much(growth, limit), [("case", report.case_of(item))])
         elif changed and last.passed:
@@ -196,7 +196,7 @@ def _too_much(growth: float, limit: float) -> str:
     return f"used {growth:.0f} MB of memory; the limit of this check is {limit:g} MB"
 
 
-def _fail(made: TestReport, told: Told, problem: str, rows: list[tuple[str, str]]) -> None:
+def _fail(made: TestReport, told: CheckReport, problem: str, rows: list[tuple[str, str]]) -> None:
     """Turn the report of a check that passed into a failure."""
     made.outcome, made.when = "failed", "call"
     told.fill(problem, rows)

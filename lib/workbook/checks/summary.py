@@ -5,7 +5,7 @@ from collections import Counter
 from pathlib import Path
 
 from lib.workbook.book.catalog import chapters
-from lib.workbook.checks.report import Told
+from lib.workbook.checks.report import CheckReport
 
 NUMBER_OF = {
     "passed": "passed",
@@ -24,7 +24,7 @@ class Marks:
         self.failures: Counter[tuple[str, str]] = Counter()
 
     def add(self, report) -> None:
-        told = Told.of(report)
+        told = CheckReport.of(report)
         if told is None or (report.when != "call" and report.passed):
             return
         key = (told.module, told.name)
@@ -121,7 +121,7 @@ def _reason(report) -> str:
     return why.removeprefix("Skipped: ").partition(":")[0]
 
 
-def _empty_row(told: Told) -> dict:
+def _empty_row(told: CheckReport) -> dict:
     numbers = dict.fromkeys(("passed", "failed", "unchecked", "not_run", "skipped", "not_started"), 0)
     size = chapters()[told.module].exercise(told.name).size
     facts = {"chapter": told.chapter, "module": told.module, "number": told.number, "name": told.name}
