@@ -180,7 +180,7 @@ class Handle:
     def _accept(self, n_ranks: int, deadline: float) -> Worker | None:
         """The next rank that has started, or None at the deadline."""
         while time.monotonic() < deadline:
-            ready = wait([self.listener, self.control], timeout=1.0)  # type: ignore[list-item]
+            ready = wait([self.listener, self.control], timeout=1.0)
             if self.control in ready and (event := self.hear(0)) and event[0] == "exit":
                 raise self.broken(f"the ranks ended while they were started (status {event[3]}) {self.log('mpiexec')}")
             if self.listener not in ready:

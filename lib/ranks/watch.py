@@ -59,7 +59,7 @@ class Watch:
                 if event and event[0] == "exit" and event[2] is not None and event[2] not in self.outcomes:
                     self.outcomes[event[2]] = Outcome("died", text=_death(event[3]))
                 continue
-            worker = awaited[connection]  # type: ignore[index]
+            worker = awaited[connection]
             try:
                 self.outcomes[worker.rank] = _outcome(pickle.loads(worker.connection.recv_bytes()))
             except (EOFError, OSError):

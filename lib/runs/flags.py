@@ -34,7 +34,7 @@ class Parser(argparse.ArgumentParser):
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         if not arg_string:  # a variable of the shell that is not set
             raise argparse.ArgumentError(action, "'' is empty: expected a value")
-        return super()._get_value(action, arg_string)  # type: ignore[misc]
+        return super()._get_value(action, arg_string)
 
 
 class ProgramParser(Parser):
