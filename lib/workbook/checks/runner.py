@@ -125,6 +125,8 @@ class Runner:
             runtestprotocol(item, log=False, nextitem=None)
         finally:
             self.is_quiet = False
+            item.session._setupstate.teardown_exact(None)  # an alarm may ring where pytest expects none
+            item._request = False
         return item.stash[OUTCOME]
 
     @pytest.hookimpl(wrapper=True)
