@@ -1,7 +1,7 @@
 """A small simulator of what the kernels with roles ask of a Hopper GPU: Gluon's operations on tensors.
 
 The kernels' own Python runs here, with other meanings for Gluon's names.
-It shows what a GPU shows only now and then: every role runs in a thread of its own,
+It shows what a GPU shows only now and then: every role runs on a stack of its own,
 an asynchronous copy or product may happen at any time between its start and the wait for it,
 and which of all that comes next is drawn at random.
 A copy puts NaN into its target when it starts, so a tile that is read too early, or overwritten too early,
@@ -17,16 +17,18 @@ Not simulated: layouts, registers, integers of 32 bits, and the order in which a
 
 import math
 import random
-import threading
 from itertools import product
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from greenlet import getcurrent, greenlet
 from torch import Tensor
 
 from lib.fast.launch import Address, Box, Launch, _shape_of
 
+_split = Tensor.split
 MOST_STEPS = 200_000  # of programs that run together: more is a loop that never ends
 
 
@@ -34,15 +36,9 @@ class Fault(Exception):
     """What the hardware would not forgive."""
 
 
-class Block(Tensor):
-    """Numbers in the registers of one role."""
-
-    def split(self) -> tuple[Tensor, Tensor]:  # type: ignore[override] # Gluon's: the last axis has two elements
-        return self[..., 0], self[..., 1]
-
-
-def block(x: Any) -> Tensor:
-    return torch.as_tensor(x).as_subclass(Block)  # type: ignore[arg-type]
+def split(x: Tensor, *of_torch: Any, **named: Any) -> tuple[Tensor, ...]:
+    """Without arguments it is Gluon's, for a last axis of two elements; with arguments it is PyTorch's."""
+    return _split(x, *of_torch, **named) if of_torch or named else (x[..., 0], x[..., 1])
 
 
 class Pending:
@@ -102,7 +98,7 @@ class Descriptor:
 
     def load(self, at: list[Any]) -> Tensor:
         """Triton's copy to registers."""
-        return block(self.read(at))
+        return self.read(at)
 
     def write(self, at: list[Any], values: Tensor) -> None:
         inner, outer = self._both(at)
@@ -139,10 +135,10 @@ class Shared:
         return self._of_both(lambda x: x.view(tuple(shape)))
 
     def load(self, layout: Any = None) -> Tensor:
-        return block(self.data.clone())
+        return self.data.clone()
 
     def store(self, values: Tensor) -> None:
-        self.data.copy_(values.as_subclass(Tensor))
+        self.data.copy_(values)
         self.hidden.fill_(self.machine.current.number)
 
     def seen(self) -> Tensor:
@@ -169,31 +165,24 @@ class Barrier:
 
 
 class Role:
-    """A thread that runs while the others wait."""
+    """A greenlet: it runs until its next pause, while the others wait."""
 
     def __init__(self, machine: "Machine", number: int, run: Any):
-        self.number, self.turn, self.done = number, threading.Semaphore(0), False
+        self.number = number
         self.waits: Any = None  # a function: whether the role can go on
         self.products: list[Pending] = []
         self.stores: list[Any] = []  # copies to memory that may still read shared memory
         self.writes: list[Any] = []  # copies that have read it, and are not yet in memory
         self.started: list[Any] = []  # all of them, also those that have ended
-        self.error: BaseException | None = None
 
         def body() -> None:
-            self.turn.acquire()
-            try:
-                if not machine.stopped:
-                    run()
-                    if self.products or self.stores:
-                        raise Fault(f"role {number} ends while its products or copies are under way")
-            except BaseException as error:
-                self.error = error
-            self.done = True
-            machine.back.release()
+            run()
+            if self.products or self.stores:
+                raise Fault(f"role {number} ends while its products or copies are under way")
 
-        self.thread = threading.Thread(target=body, daemon=True)
-        self.thread.start()
+        self.steps = greenlet(body, machine.main)
+
+    done = property(lambda self: self.steps.dead)
 
 
 class Machine:
@@ -201,11 +190,11 @@ class Machine:
 
     def __init__(self, seed: int, at: tuple[int, ...], grid: tuple[int, ...]):
         self.random, self.at, self.grid = random.Random(seed), at, grid
-        self.back, self.stopped = threading.Semaphore(0), False
         self.barriers: dict[int, Barrier] = {}  # by address
         self.buffers: list[Shared] = []
         self.loads: list[Any] = []
         self.roles: list[Role] = []
+        self.main = getcurrent()  # where a role that pauses goes
         self.current: Role
         self.hurry = self.random.choice((0.05, 0.5, 0.95))  # how soon copies are made
 
@@ -222,10 +211,7 @@ class Machine:
         """Let others run; come back when ``until`` says so."""
         role = self.current
         role.waits = until
-        self.back.release()
-        role.turn.acquire()
-        if self.stopped:
-            raise SystemExit
+        self.main.switch()
         role.waits = None
 
     def start(self, kernel: Any, args: tuple) -> None:
@@ -244,10 +230,9 @@ class Machine:
         return True
 
     def stop(self) -> None:
-        """Let the threads of roles that have not ended go."""
-        self.stopped = True
+        """End the roles that have not ended."""
         for role in self.roles:
-            role.turn.release()
+            role.steps.throw()
 
     def _add_role(self, run: Any) -> None:
         self.roles.append(Role(self, len(self.roles) + 1, run))
@@ -270,10 +255,7 @@ class Machine:
             waiting = ", ".join(str(role.number) for role in self.roles if not role.done)
             raise Fault(f"nothing can go on: the roles {waiting} wait for a barrier that nobody completes")
         self.current = self.random.choice(ready)
-        self.current.turn.release()
-        self.back.acquire()
-        if self.current.error is not None:
-            raise self.current.error
+        self.current.steps.switch()
 
     # ---- what kernels call -------------------------------------------------------------------------------------------
 
@@ -352,8 +334,8 @@ class Machine:
         def compute() -> Tensor:
             a = left.seen() if in_registers is None else in_registers
             before = total.finish() if isinstance(total, Pending) else total
-            result = a.float().as_subclass(Tensor) @ right.seen().float()
-            return block(result + before.as_subclass(Tensor) if use_acc else result)
+            result = a.float() @ right.seen().float()
+            return result + before if use_acc else result
 
         pending = Pending(compute)
         if self.random.random() < 0.5:
@@ -374,7 +356,7 @@ def _load(pointer: Pointer, mask: Any = None, other: Any = 0) -> Tensor:
     at, inside = pointer.places(mask)
     result = torch.full(at.shape, other, dtype=pointer.memory.dtype)
     result[inside] = pointer.memory[at[inside]]
-    return block(result)
+    return result
 
 
 def _store(pointer: Pointer, values: Any, mask: Any = None) -> None:
@@ -393,10 +375,10 @@ def _names(machine: Machine) -> dict[str, Any]:
 
     language = SimpleNamespace(
         float32=torch.float32, int64=torch.int64, int32=torch.int32,
-        constexpr=lambda x: x, static_range=range, program_id=lambda i: block(machine.at[i]),
-        num_programs=lambda i: block(machine.grid[i]),
-        SliceLayout=lambda *_: None, arange=lambda a, b, layout=None: block(torch.arange(a, b)),
-        full=lambda shape, x, dtype, layout=None: block(torch.full(tuple(shape), x, dtype=dtype)),
+        constexpr=lambda x: x, static_range=range, program_id=lambda i: torch.tensor(machine.at[i]),
+        num_programs=lambda i: torch.tensor(machine.grid[i]),
+        SliceLayout=lambda *_: None, arange=lambda a, b, layout=None: torch.arange(a, b),
+        full=lambda shape, x, dtype, layout=None: torch.full(tuple(shape), x, dtype=dtype),
         zeros_like=torch.zeros_like,
         maximum=of_two(torch.maximum), minimum=of_two(torch.minimum), where=lambda c, a,
         b: torch.where(c, number(a), number(b)),
@@ -479,13 +461,14 @@ def _run_together(
         kernel = _python_of(launch.kernel, names, {})
         machine.start(kernel, tuple(_argument(arg, tensors) for arg in launch.args))
     try:
-        for _ in range(MOST_STEPS):
-            machine = chance.choice(left)
-            machine.step()
-            if machine.has_ended():
-                left.remove(machine)
-            if not left:
-                return
+        with patch.object(Tensor, "split", split):
+            for _ in range(MOST_STEPS):
+                machine = chance.choice(left)
+                machine.step()
+                if machine.has_ended():
+                    left.remove(machine)
+                if not left:
+                    return
         raise Fault(f"no end after {MOST_STEPS:,} steps")
     finally:
         for machine in machines:
