@@ -1,8 +1,9 @@
 """Compile kernels with roles for a Hopper GPU, on whatever machine this is,
-and print what their machine code has as JSON.
+and print what their machine code has as JSON: one form of each kernel, or with ``--all`` every form.
 """
 
 import json
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -68,8 +69,10 @@ def launches() -> Iterator[tuple[str, Launch, list[str]]]:
 
 def main() -> None:
     assert not torch.cuda.is_initialized()
-    found = {}
+    found: dict[str, dict[str, int]] = {}
     for name, launch, dtypes in launches():
+        if "--all" not in sys.argv and name.split(",")[0] in {other.split(",")[0] for other in found}:
+            continue
         text = machine_code(launch, dtypes)
         found[name] = {word: text.count(word) for word in ("HGMMA", "WARPGROUP.ARRIVE", "LDL", "USETMAXREG")}
     print(json.dumps(found))

@@ -64,9 +64,10 @@ SHAPES = {  # batch, heads, heads of keys, rows, keys
 
 @pytest.mark.skipif(VERSION not in KNOWN, reason="Gluon's names change: these kernels are for Triton 3.6 to 3.9")
 @pytest.mark.time_limit(240)
-def test_the_kernels_compile_for_hopper_and_their_products_run_ahead(tmp_path):
+@pytest.mark.parametrize("forms", ["one", pytest.param("all", marks=pytest.mark.exhaustive)])
+def test_the_kernels_compile_for_hopper_and_their_products_run_ahead(forms, tmp_path):
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-m", "tests.house.fast.hopper_program"]
+    command = [sys.executable, "-m", "tests.house.fast.hopper_program", *(["--all"] if forms == "all" else [])]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     kernels = json.loads(done.stdout.splitlines()[-1])
