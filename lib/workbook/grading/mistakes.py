@@ -12,7 +12,7 @@ from functools import cache, cached_property
 from types import ModuleType
 from typing import Any
 
-from lib.workbook.book.catalog import BookError, Exercise, chapters
+from lib.workbook.book.catalog import BookError, Chapter, Exercise, chapters
 from lib.workbook.grading.changes import Change, build, parse
 
 MISTAKE = "WORKBOOK_MISTAKE"
@@ -95,7 +95,7 @@ def edits(name: str, text: str) -> None:
 def _register(bank: dict, name: str, sentence: str, make: Callable[[Mistake], dict[str, Any]]) -> None:
     """Add a mistake to its bank, the module whose names are ``bank``."""
     home = bank["__name__"]
-    chapter = next(c for c in chapters().values() if c.tests.name == home.split(".")[-2])
+    chapter = _chapter_in(home.split(".")[-2])
     chapter.exercise(name)
     words = re.sub(r"\W+", "-", sentence.lower(), flags=re.ASCII).strip("-")[:40].rpartition("-")
     key = f"{home}:{name}:{words[0] or words[2]}-{hashlib.sha1(sentence.encode()).hexdigest()[:6]}"
@@ -103,6 +103,12 @@ def _register(bank: dict, name: str, sentence: str, make: Callable[[Mistake], di
     if key in found:
         raise BookError(f"{bank['__file__']}: {name} has two mistakes with the sentence {sentence!r}")
     found[key] = Mistake(chapter.module, name, sentence, key, lambda: make(found[key]))
+
+
+@cache
+def _chapter_in(folder: str) -> Chapter:
+    """The chapter whose tests lie in this folder."""
+    return next(chapter for chapter in chapters().values() if chapter.tests.name == folder)
 
 
 def _edited(wrong: Mistake, changes: tuple[Change, ...]) -> dict[str, Any]:
