@@ -362,6 +362,7 @@ def test_train_bpe_on_the_language_reference():
 
 
 @oracle
+@pytest.mark.exhaustive
 @pytest.mark.time_limit(240)
 def test_train_bpe_on_the_whole_language_reference():
     case("the whole language reference, 744 merges")

@@ -29,8 +29,6 @@ def test_every_strategy_trains_as_one_process_does(tmp_path, name):
 
 MESHES = [
     "--replicate 2 --shard 2",
-    "--replicate 2 --shard 2 --engine torch",
-    "--shard 2 --tensor 2",
     "--shard 2 --tensor 2 --engine torch",
     "--pipeline 2 --replicate 2 --accumulate 2",
     "--context 2 --shard 2",
