@@ -194,6 +194,23 @@ def marker_lines(source: str) -> dict[str, int]:
     return found
 
 
+def untouched(chapter: Chapter) -> frozenset[str]:
+    """The exercises of a chapter whose definitions are still the stub's, word for word."""
+    try:
+        mine = _definitions(read_mine(chapter))
+    except (SourceError, SyntaxError, ValueError):
+        return frozenset()
+    stub = _definitions(make_stub(chapter))
+    return frozenset(e.name for e in chapter.exercises if mine.get(e.name) == stub[e.name])
+
+
+def _definitions(source: str) -> dict[str, str]:
+    """The text of each definition at a module's top level."""
+    lines, nodes = lines_of(source), ast.parse(source).body
+    named = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    return {node.name: "".join(lines[_first(node) - 1 : node.end_lineno]).rstrip("\n") for node in named}
+
+
 def methods_left(chapter: Chapter, source: str) -> dict[str, list[str]]:
     """For each half-written class, the methods that still contain a stub's ``raise``."""
     left = _methods_with_markers(source)

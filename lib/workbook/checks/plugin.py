@@ -13,13 +13,14 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from _pytest.reports import TestReport
 
 from lib.workbook.book import boundary, resolve
 from lib.workbook.book.catalog import BookError, Chapter, Exercise, chapters, find
-from lib.workbook.book.stubs import write_atomically
+from lib.workbook.book.stubs import untouched, write_atomically
 from lib.workbook.checks import gradescope, mistakes, report
 from lib.workbook.checks.child import MACHINERY, Child, Ended
 from lib.workbook.checks.ranks import Ranks, warm_up
@@ -130,6 +131,8 @@ class Checks:
         self.child_of: tuple[str, str] | None = None  # module and name of the exercise that the child grades
         # by module and exercise ("" for the whole module): why its remaining checks are not run
         self.given_up: dict[tuple[str, str], str] = {}
+        # by module and exercise, of those that are still stubs: what the first check told, and so all do
+        self.not_started: dict[tuple[str, str], tuple[Told, list]] = {}
         self.runner = Runner(config, self.marks)
         self.n_maintainers = 0
         self.kept: list[str] = []  # files of marks that are left as they are, because no check was run
@@ -229,14 +232,26 @@ class Checks:
         item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
         key = (exercise.module, exercise.name)
         why = self.given_up.get(key) or self.given_up.get((exercise.module, ""))
-        for one in (
-            [_not_run(item, report.begin(exercise, self.runner.world_of(exercise)), why)]
-            if why
-            else self._reports_of(item, exercise)
-        ):
+        if why:
+            reports = [_not_run(item, report.begin(exercise, self.runner.world_of(exercise)), why)]
+        elif key in self.not_started:
+            reports = [_made(item, "failed", *self.not_started[key])]
+        else:
+            reports = self._reports_of(item, exercise)
+            self._note_stub(exercise, reports)
+        for one in reports:
             self._count(one)
             item.ihook.pytest_runtest_logreport(report=one)
         item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+
+    def _note_stub(self, exercise: Exercise, reports: list[TestReport]) -> None:
+        """If a check found nothing but the stub: what it reports holds for the exercise's other checks too,
+        which then need no child and no ranks.
+        """
+        for one in reports:
+            told = Told.of(one)
+            if told and told.state == "not started" and exercise.name in _untouched(exercise.module):
+                self.not_started[exercise.module, exercise.name] = told, one.user_properties
 
     def _reports_of(self, item, exercise: Exercise) -> list[TestReport]:
         key, world = (exercise.module, exercise.name), self.runner.world_of(exercise)
@@ -300,11 +315,7 @@ class Checks:
             told.fill(report.BOOKS_FAULT, [*rows, ("because", ended.stack.strip())], state="not checked")
         else:
             told.fill(problem, rows)
-        made = TestReport(
-            nodeid=item.nodeid, location=item.location, keywords={}, outcome="failed", longrepr="", when="call"
-        )
-        told.put_on(made)
-        return made
+        return _made(item, "failed", told)
 
     def _count(self, one: TestReport) -> None:
         """Shorten a failure to one line if the exercise has failed before, unless -v asks for everything."""
@@ -376,16 +387,27 @@ class Checks:
 def _not_run(item, told: Told, why: str) -> TestReport:
     told.state, told.problem = "not run", why
     path, line = item.location[0], (item.location[1] or 0) + 1
+    return _made(item, "skipped", told, longrepr=(path, line, why))
+
+
+def _made(item, outcome, told: Told, user_properties=(), longrepr: Any = "") -> TestReport:
+    """The report of a check that no child has made."""
     made = TestReport(
         nodeid=item.nodeid,
         location=item.location,
         keywords={},
-        outcome="skipped",
-        longrepr=(path, line, why),
+        outcome=outcome,
+        longrepr=longrepr,
         when="call",
+        user_properties=user_properties,
     )
     told.put_on(made)
     return made
+
+
+@functools.cache
+def _untouched(module: str) -> frozenset[str]:
+    return untouched(chapters()[module])
 
 
 def _no_traceback(excinfo, style=None) -> str:

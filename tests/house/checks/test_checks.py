@@ -26,6 +26,20 @@ def test_a_stub_is_not_started_in_one_line(book):
     assert "0 of 3 passed" in done.out
 
 
+def test_a_definition_that_is_still_the_stub_is_run_once(book):
+    path = book.root / "tests" / "chapter_01" / "test_toy.py"
+    last = "def test_double_at_last():\n    open('ran', 'w').close()\n    toy.double(1)\n"
+    path.write_text(f"{path.read_text()}\n\n{last}")
+    row = book.marks("tests/chapter_01", "-k", "double")["double"]
+    assert (row["state"], row["not_started"], row["next"]) == ("not started", 6, "write double: lib/toy.py:20")
+    assert not (book.root / "ran").exists()
+    stub = 'raise NotImplementedError("Exercise 1.1: write double")'
+    book.write("toy", stub, f"twice = 2 * x\n    {stub}")
+    row = book.marks("tests/chapter_01", "-k", "double")["double"]
+    assert (row["state"], row["not_started"]) == ("not started", 6)
+    assert (book.root / "ran").exists()
+
+
 def test_all_right_is_exit_status_0_and_names_what_was_graded(book):
     solve(book)
     done = book.cold_pytest("tests/chapter_01")
