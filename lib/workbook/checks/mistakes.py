@@ -82,7 +82,7 @@ def items(tests_by_exercise: dict, config, run) -> list[MistakeItem]:
     for exercise, tests in tests_by_exercise.items():
         trials = diagnosis.Trials(run)
         for nth, wrong in enumerate(mistakes_of(exercise.module, exercise.name), start=1):
-            name = f"{exercise.name}[{nth}-{wrong.implementation.__name__}]"
+            name = f"{exercise.name}[{nth}-{wrong.label}]"  # its code is made when it is tried
             ordered = _likely_first(tests, caught_by.get(f"{tests[0].parent.nodeid}::{name}"))
             made.append(
                 MistakeItem.from_parent(tests[0].parent, name=name, mistake=wrong, tests=ordered, trials=trials)
