@@ -108,12 +108,20 @@ class ByteTokenizer:
         bytes_of: Callable[[int], bytes] | None = None,
         end_ids: Sequence[int] = (),
     ) -> None:
-        self.encode = self.encode_rendered = encode or (lambda text: list(text.encode()))
-        self.bytes_of = bytes_of or (lambda token: bytes([token]) if token < 256 else b"")
+        self.encode = self.encode_rendered = encode or _bytes_of_text
+        self.bytes_of = bytes_of or _one_byte
         self.end_ids = frozenset(end_ids)
 
     def decode(self, tokens: list[int]) -> str:
         return b"".join(map(self.bytes_of, tokens)).decode("utf-8", "replace")
+
+
+def _bytes_of_text(text: str) -> list[int]:
+    return list(text.encode())
+
+
+def _one_byte(token: int) -> bytes:
+    return bytes([token]) if token < 256 else b""
 
 
 class FileTokenizer:
