@@ -359,7 +359,7 @@ async def find_model(options: Any) -> str:
     async with make_client(options) as client:
         try:
             listed = await client.get("models", timeout=10.0)
-            return options.model or listed.raise_for_status().json()["data"][0]["id"]
+            return str(options.model or listed.raise_for_status().json()["data"][0]["id"])
         except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
             why = f"{type(error).__name__}: {error}"
             raise UsageError(f"--url {options.url}: {client.base_url}models does not list a model ({why})") from None

@@ -87,10 +87,10 @@ class Worker:
     """
 
     def __init__(
-        self, engine: Engine, max_waiting: int, connection: Connection, forms: Forms, counts: Counter | None = None
+        self, engine: Engine, max_waiting: int, connection: Connection, forms: Forms, counts: Counter[str] | None = None
     ) -> None:
         self.engine, self.max_waiting, self.connection, self.forms = engine, max_waiting, connection, forms
-        self.counts = Counter() if counts is None else counts
+        self.counts = Counter[str]() if counts is None else counts
         self.unhealthy: EngineUnhealthy | None = None
         self._n_failures = 0  # steps in a row, up to the last one
         self._places: dict[Request, Place] = {}
