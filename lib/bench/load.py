@@ -2,6 +2,8 @@
 
 python -m lib.bench.load --url http://127.0.0.1:8000/v1 --rate 4
 python -m lib.bench.load --url http://127.0.0.1:8000/v1 --rate 4 16 64 --chat --first 0.5 --between 0.05 --plot load.png
+python -m lib.bench.load --url http://127.0.0.1:8000/v1 --rate 150 --processes 8
+python -m lib.bench.load --url http://127.0.0.1:8000/v1 --streams 64 192 --processes 8
 python -m lib.bench.load --url http://127.0.0.1:8000/v1 --trace requests.jsonl
 
 The loop is open: requests leave at the moments of a Poisson process, or of a trace, whether or not the server has
@@ -9,19 +11,27 @@ answered those before. Only requests of the steady window count, after the warm-
 ended, so that the last of them meet the same load as the first. A line of a trace is an object with ``at``, in
 seconds, ``max_tokens``, and ``prompt`` or ``messages``.
 
+``--streams`` closes the loop: so many requests are always open, the next one leaves when one has ended. That shows what
+the server can carry, not how long clients wait.
+
+One process can receive some thousand pieces of text a second. ``--processes`` splits the requests of one load among
+several, each of which sends until its own requests of the window have ended.
+
 The key of the server is read from the variable ``SERVE_API_KEY``.
 """
 
 import asyncio
 import json
+import multiprocessing
 import os
 import random
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from itertools import count, pairwise
+from itertools import count, islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +39,7 @@ from lib.given.data.corpora import language_reference
 from lib.runs.flags import ProgramParser, UsageError, positive, whole
 
 BEHIND_S = 0.05  # a request that leaves so late was held up by this program
+AGAIN_S = 0.1  # after which a stream whose request failed asks again
 GREW = 1.5  # times as many open requests at the window's end as in its middle: the server does not keep up
 
 
@@ -119,7 +130,7 @@ def read_trace(path: Path) -> list[Ask]:
 
 
 class Load:
-    """One open loop.
+    """One load, or one process's part of it.
 
     Args:
         client: An ``httpx.AsyncClient`` of the server.
@@ -127,18 +138,22 @@ class Load:
         asks: The requests in order of time, perhaps without end.
         window: Where the steady window begins and ends, in seconds.
         drain_s: How long after the window's end its last requests are waited for.
+        n_streams: Requests that are always open; None: they leave when they should.
     """
 
     def __init__(
-        self, client: Any, model: str, asks: Iterator[Ask], window: tuple[float, float], drain_s: float
-    ) -> None:
+        self, client: Any, model: str, asks: Iterator[Ask], window: tuple[float, float], drain_s: float,
+        n_streams: int | None = None,
+    ) -> None:  # fmt: skip
         self.client, self.model, self.asks, self.window, self.drain_s = client, model, asks, window, drain_s
-        self.seen: list[Seen] = []
+        self.n_streams, self.seen = n_streams, list[Seen]()
 
     async def run(self) -> None:
         """Send requests until those of the window have ended, and give up what is still open then."""
         self.began, tasks = time.perf_counter(), set[asyncio.Task]()
-        for ask in self.asks:
+        for _ in range(self.n_streams or 0):
+            tasks.add(asyncio.create_task(self._stream()))
+        for ask in self.asks if self.n_streams is None else ():
             while (left := ask.at - self.now()) > 0 and not self.is_over():
                 await asyncio.sleep(min(left, 0.05))
             if self.is_over():
@@ -150,6 +165,15 @@ class Load:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _stream(self) -> None:
+        """Send one request after another."""
+        for ask in self.asks:
+            seen = Seen(Ask(self.now(), ask.fields), self.now())
+            self.seen.append(seen)
+            await self._ask(seen)
+            if seen.error:
+                await asyncio.sleep(AGAIN_S)
 
     def now(self) -> float:
         return time.perf_counter() - self.began
@@ -258,7 +282,8 @@ def told(found: dict[str, Any]) -> str:
             f"  the server did not keep up: {middle} requests were open in the window's middle, {end} at its end"
         )
     if found["latest_start_s"] > BEHIND_S:
-        lines.append(f"  this program fell behind by {found['latest_start_s']:.2f} s: its times are too long")
+        lines.append(f"  this program fell behind by {found['latest_start_s']:.2f} s: its times are too long; "
+                     "expected more --processes")  # fmt: skip
     return "\n".join(lines)
 
 
@@ -292,6 +317,10 @@ def make_parser() -> ProgramParser:
     parser.add_argument("--model", help="default: the first that the server lists")
     parser.add_argument("--rate", nargs="+", type=positive, default=[1.0], help="requests a second, one load for each")
     parser.add_argument("--trace", type=Path, help="send these requests instead, one load")
+    parser.add_argument(
+        "--streams", nargs="+", type=whole(1), help="keep so many requests open instead, one load for each"
+    )
+    parser.add_argument("--processes", type=whole(1), default=1, help="that share a load")
     parser.add_argument("--chat", action="store_true", help="send messages, not prompts")
     parser.add_argument("--warm-up", type=positive, default=10.0, help="seconds before the steady window")
     parser.add_argument("--seconds", type=positive, default=60.0, help="of the steady window")
@@ -309,28 +338,87 @@ def make_parser() -> ProgramParser:
     return parser
 
 
-async def run(options: Any) -> dict[str, dict[str, Any]]:
-    """Every load's summary, by its rate or the trace's name."""
+def make_client(options: Any) -> Any:
+    """An ``httpx.AsyncClient`` of the server."""
     import httpx
 
     key = os.environ.get("SERVE_API_KEY")
-    url = options.url.rstrip("/") + "/"
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=1000)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    async with httpx.AsyncClient(base_url=url, headers=headers, limits=limits, timeout=None) as client:
+    return httpx.AsyncClient(base_url=options.url.rstrip("/") + "/", headers=headers, limits=limits, timeout=None)
+
+
+async def find_model(options: Any) -> str:
+    """The model that the flags name, or the first that the server lists.
+
+    Raises:
+        UsageError: the server lists none.
+    """
+    import httpx
+
+    async with make_client(options) as client:
         try:
             listed = await client.get("models", timeout=10.0)
-            model = options.model or listed.raise_for_status().json()["data"][0]["id"]
+            return str(options.model or listed.raise_for_status().json()["data"][0]["id"])
         except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
             why = f"{type(error).__name__}: {error}"
-            raise UsageError(f"--url {options.url}: {url}models does not list a model ({why})") from None
-        results = {}
-        for name in [str(options.trace)] if options.trace else [f"{rate:g}" for rate in options.rate]:
-            asks = iter(read_trace(options.trace)) if options.trace else drawn(options, float(name))
-            window = options.warm_up, options.warm_up + options.seconds
-            load = Load(client, model, asks, window, options.drain)
-            await load.run()
-            results[name] = summarize(load, (options.first, options.between))
+            raise UsageError(f"--url {options.url}: {client.base_url}models does not list a model ({why})") from None
+
+
+def names_of(options: Any) -> list[str]:
+    """A name for each load."""
+    if options.trace:
+        return [str(options.trace)]
+    return [f"{n} streams" for n in options.streams] if options.streams else [f"{rate:g}" for rate in options.rate]
+
+
+async def send(options: Any, model: str, number: int, part: int) -> list[Seen]:
+    """One process's part of the load with this number."""
+    share: Any = None
+    if options.trace:
+        asks = iter(read_trace(options.trace))
+    elif options.streams:
+        asks = drawn(options, 1.0)
+        share = options.streams[number] // options.processes + (part < options.streams[number] % options.processes)
+    else:
+        asks = drawn(options, options.rate[number])
+    own = islice(asks, part, None, options.processes)
+    async with make_client(options) as client:
+        load = Load(client, model, own, window_of(options), options.drain, share)
+        await load.run()
+    return load.seen
+
+
+def window_of(options: Any) -> tuple[float, float]:
+    return options.warm_up, options.warm_up + options.seconds
+
+
+_meet: Any = None  # of a pool's processes, which begin a load together
+
+
+def _keep(meet: Any) -> None:
+    global _meet
+    _meet = meet
+
+
+def _send(options: Any, model: str, number: int, part: int) -> list[Seen]:
+    _meet.wait()
+    return asyncio.run(send(options, model, number, part))
+
+
+def run(options: Any) -> dict[str, dict[str, Any]]:
+    """Every load's summary, by its rate, its number of streams or the trace's name."""
+    model, n, results = asyncio.run(find_model(options)), options.processes, dict[str, dict[str, Any]]()
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(n, context, _keep, (context.Barrier(n),)) as pool:
+        for number, name in enumerate(names_of(options)):
+            whole_load = Load(None, model, iter(()), window_of(options), options.drain)
+            if n == 1:
+                whole_load.seen = asyncio.run(send(options, model, number, 0))
+            else:
+                parts = [pool.submit(_send, options, model, number, part) for part in range(n)]
+                whole_load.seen = [seen for part in parts for seen in part.result()]
+            results[name] = summarize(whole_load, (options.first, options.between))
             print(told(results[name]), flush=True)
     return results
 
@@ -344,7 +432,7 @@ def main(argv: list[str] | None = None) -> int:
         if least > most:
             parser.error(f"--{name.replace('_', '-')} {least} {most}: expected the smaller number first")
     try:
-        results = asyncio.run(run(options))
+        results = run(options)
     except UsageError as error:
         parser.error(str(error))
     if options.out:

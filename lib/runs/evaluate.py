@@ -33,7 +33,8 @@ from lib.runs.evaluating.choices import judge as judge
 from lib.runs.evaluating.programs import choose_prefix
 from lib.runs.flags import Parser, UsageError, positive, share, whole
 from lib.runs.memory import shortage
-from lib.runs.serve import DTYPES, filled
+from lib.runs.serve import filled
+from lib.runs.serving.engine import DTYPES
 from lib.runs.serving.models import Served
 from lib.runs.serving.models import load as load_model
 

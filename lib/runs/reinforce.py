@@ -24,13 +24,13 @@ from lib.runs.engine import state as checkpoints
 from lib.runs.engine.options import check_places, check_unlocked, lock_places, make_places
 from lib.runs.engine.signals import STATUS
 from lib.runs.flags import Parser, UsageError, positive, share, whole
-from lib.runs.memory import check_need, shortage
+from lib.runs.memory import block_bytes, check_need, shortage
 from lib.runs.reinforcing.loop import DTYPES, Run, run_of
 from lib.runs.reinforcing.sampling import BLOCK, n_blocks
 from lib.runs.reinforcing.start import Policy, check_questions, find, warm
 from lib.runs.reinforcing.tasks import KINDS, check_difficulty, draw, endless
 from lib.runs.reinforcing.update import ALGORITHMS
-from lib.runs.serve import block_bytes, filled
+from lib.runs.serve import filled
 from lib.runs.serving.models import weight_bytes
 
 PROGRAM = "python -m lib.runs.reinforce"

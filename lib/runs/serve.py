@@ -18,18 +18,12 @@ import sys
 import time
 from typing import Any
 
-import torch
-
 from lib.runs.flags import Parser, UsageError, positive, whole
-from lib.runs.memory import block_bytes, check_need, shortage
+from lib.runs.serving.wire import EngineFailed
 
 NEEDED = ("fastapi", "uvicorn", "prometheus_client", "tokenizers", "jinja2")
 KEY_VARIABLE = "SERVE_API_KEY"
-DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "float16": torch.float16}
-MOST_THREADS = 1024
-CONTEXTS = 64  # full contexts in a cache that is not on a GPU, unless a flag gives its size
-
-CACHE_FLAGS = ("--blocks", "--block-size")
+DTYPES = ("float32", "bf16", "float16")
 
 
 def filled(text: str) -> str:
@@ -68,9 +62,7 @@ def make_parser() -> Parser:
         help="bytes, gpt2 (tiktoken's) or a tokenizer.json; default: the folder's, or bytes",
     )
     model.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    model.add_argument(
-        "--dtype", choices=tuple(DTYPES), help="of weights and cache; default: bf16 on a GPU, float32 on a CPU"
-    )
+    model.add_argument("--dtype", choices=DTYPES, help="of weights and cache; default: bf16 on a GPU, float32 on a CPU")
     model.add_argument("--threads", type=whole(1), help="of PyTorch on a CPU")
     http = parser.add_argument_group("HTTP")
     http.add_argument(
@@ -131,97 +123,31 @@ def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
-def count_blocks(config: Any, block_size: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Number of blocks of the cache.
-
-    On a GPU they fill 0.9 of the free memory, less 0.1 of the total, which activations need. Elsewhere they hold 64
-    full contexts.
-    """
-    whole_contexts = CONTEXTS * -(-config.context_len // block_size)
-    if device.type != "cuda":
-        return whole_contexts
-    free, total = torch.cuda.mem_get_info(device)
-    n_blocks = int((0.9 * free - 0.1 * total) // block_bytes(config, block_size, dtype))
-    if n_blocks < 1:
-        raise UsageError(
-            f"no memory is left for the cache: {free / 1e9:.1f} GB are free; expected a larger GPU, or a smaller model"
-        )
-    return n_blocks
-
-
-def warm_up(engine: Any) -> None:
-    """Record an engine's CUDA graphs, with a progress bar. An engine without them needs nothing."""
-    from tqdm import tqdm
-
-    if engine.steps is not None:
-        engine.steps.warm_up(lambda sizes: tqdm(sizes, desc="recording CUDA graphs", unit="size", leave=False))
-
-
-def describe_path(engine: Any) -> tuple[str, str]:
-    """Which way an engine's steps take through the model: a word for the metrics, and a sentence for the log."""
-    if engine.steps is not None:
-        return "fast", "the fast step: fused kernels, and a CUDA graph for each of some batch sizes"
-    why = "it needs a plain Llama of one dtype" if engine.cache.keys.is_cuda else "the fast one needs a GPU"
-    return "plain", f"the plain step, kernel by kernel: {why}"
-
-
-def make_engine(model: Any, scheduler: Any, metrics: Any, options: Any) -> Any:
-    """The engine that the flags ask for, which counts in the metrics."""
-    from lib.runs.serving.draft import DraftEngine
-    from lib.runs.serving.prefix import PrefixEngine
-
-    more = {"on_found": metrics.found_tokens.inc, "on_forked": metrics.forked_tokens.inc}
-    if options.draft:
-        return DraftEngine(model, scheduler, options.drafted, metrics.observe_drafts, **more)
-    return PrefixEngine(model, scheduler, **more)
-
-
 def make_service(options: Any) -> Any:
-    """Load the model, and build everything that serves it."""
-    from lib.runs.serving import models
-    from lib.runs.serving.api import Service
-    from lib.runs.serving.metrics import Metrics
-    from lib.runs.serving.settings import one_line
-    from lib.runs.serving.worker import Worker
-    from lib.serving import Scheduler
+    """Start the engine's process, wait until the model is loaded, and make all that the HTTP side needs.
 
-    has_gpu = torch.cuda.is_available()
-    if options.device == "cuda" and not has_gpu:
-        raise UsageError("--device cuda: this machine has no GPU that PyTorch can use; expected cpu")
-    device = torch.device("cuda" if has_gpu and options.device != "cpu" else "cpu")
-    dtype = DTYPES[options.dtype or ("bf16" if device.type == "cuda" else "float32")]
-    if options.threads or (options.model == "tiny" and device.type == "cpu"):
-        if (options.threads or 1) > MOST_THREADS:
-            raise UsageError(f"--threads {options.threads}: expected {MOST_THREADS} at most")
-        torch.set_num_threads(options.threads or 1)
-    check_need(
-        models.weight_bytes(options.model), torch.device("cpu"), f"--model {options.model}: weights", ["--model"]
-    )
-    served = models.load(options.model, options.name, options.tokenizer, dtype, device)
-    config: Any = served.model.config
-    n_blocks = options.blocks or count_blocks(config, options.block_size, dtype, device)
-    check_need(
-        n_blocks * block_bytes(config, options.block_size, dtype),
-        device,
-        f"a cache of {n_blocks} blocks of {options.block_size} positions",
-        CACHE_FLAGS,
-    )
-    metrics = Metrics(n_blocks)
-    scheduler = Scheduler(options.max_tokens, n_blocks, options.block_size)
-    try:
-        engine = make_engine(served.model, scheduler, metrics, options)
-    except (MemoryError, RuntimeError) as error:
-        why = shortage(error, CACHE_FLAGS, device) or one_line([str(error)])
-        text = f"a cache of {n_blocks} blocks of {options.block_size} positions cannot be allocated"
-        raise UsageError(f"{text}: {why}") from None
-    warm_up(engine)
-    word, path = describe_path(engine)
-    metrics.tell_path(word)
+    Raises:
+        UsageError: the model cannot be loaded, or something does not fit into memory.
+    """
+    from lib.runs.serving import process
+    from lib.runs.serving.api import Service
+    from lib.runs.serving.link import Link
+    from lib.runs.serving.metrics import Metrics
+
+    begun, connection, ready = process.start(_engine, options)
+    metrics = Metrics(ready.n_blocks)
+    metrics.tell_path(ready.path[0])
     return Service(
-        name=served.name, tokenizer=served.tokenizer, worker=Worker(engine, options.queue, metrics), metrics=metrics,
-        vocab_size=config.vocab_size, context_len=config.context_len, template=served.template,
-        key=options.api_key, aliases=(options.model,), path=path,
+        name=ready.name, tokenizer=ready.tokenizer, link=Link(connection, options.queue, metrics, begun),
+        metrics=metrics, vocab_size=ready.vocab_size, context_len=ready.context_len, template=ready.template,
+        key=options.api_key, aliases=(options.model,), path=ready.path[1],
     )  # fmt: skip
+
+
+def _engine(connection: Any, options: Any) -> None:
+    from lib.runs.serving import engine  # in the engine's process: this one has no use for PyTorch
+
+    engine.main(connection, options)
 
 
 def make_server(service: Any, grace_s: float, url: str) -> Any:
@@ -252,7 +178,7 @@ def make_server(service: Any, grace_s: float, url: str) -> Any:
 
         async def on_tick(self, counter: int) -> bool:
             is_over = time.monotonic() > self.asked_at + grace_s
-            if service.worker.error or (service.is_leaving and (service.n_open == 0 or is_over)):
+            if service.link.error or (service.is_leaving and (service.n_open == 0 or is_over)):
                 self.should_exit = True
             return await super().on_tick(counter)
 
@@ -280,11 +206,9 @@ def main(argv: list[str] | None = None) -> int:
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except (MemoryError, RuntimeError) as error:
-        if (why := shortage(error, ("--model", *CACHE_FLAGS))) is None:
-            raise
-        print(f"error: {why}", file=sys.stderr)
-        return 2
+    except EngineFailed as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     return run(service, bound, f"http://{f'[{address}]' if ':' in address else address}:{port}/v1", options.grace)
 
 
@@ -294,8 +218,8 @@ def run(service: Any, bound: socket.socket, url: str, grace_s: float) -> int:
     server = make_server(service, grace_s, url)
     bound.listen(1024)
     server.run(sockets=[bound])
-    if service.worker.error:
-        print(f"error: {service.worker.error}", file=sys.stderr)
+    if service.link.error:
+        print(f"error: {service.link.error}", file=sys.stderr)
         return 1
     return 0
 

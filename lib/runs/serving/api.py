@@ -21,12 +21,13 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from lib.runs.serving.chat import ChatTemplate
-from lib.runs.serving.forms import Form, Forms
+from lib.runs.serving.grammar import grammar_of
+from lib.runs.serving.jobs import Job
+from lib.runs.serving.link import Link
 from lib.runs.serving.metrics import Metrics
 from lib.runs.serving.schema import ApiError, Asked, AskedChat, AskedCompletion, parse, shorter, shown
 from lib.runs.serving.text import Answer, Characters, Tokenizer
-from lib.runs.serving.wanted import Wanted
-from lib.runs.serving.worker import AnswerFailed, EngineFailed, Job, QueueFull, Worker
+from lib.runs.serving.wire import AnswerFailed, Ask, EngineFailed, QueueFull
 from lib.runs.serving.writers import ChatWriter, Writer, failed
 
 MAX_BODY_BYTES, RETRY_AFTER_S, CLIENT_LEFT = 16 * 2**20, 1, 499
@@ -48,6 +49,7 @@ class Service:
     """A served model and the state of its server.
 
     Attributes:
+        link: To the engine.
         name, aliases: What clients may call the model: the name that it lists, and others.
         vocab_size, context_len: Of the model.
         template: Writes the prompt of a chat; None if the model has none.
@@ -56,12 +58,11 @@ class Service:
         is_leaving: Whether the server was asked to end, and refuses new requests.
         n_open: Number of requests for completions in progress.
         created: When the server began, in seconds since 1970.
-        forms: Makes the forms that answers must have.
     """
 
     name: str
     tokenizer: Tokenizer
-    worker: Worker
+    link: Link
     metrics: Metrics
     vocab_size: int
     context_len: int
@@ -72,10 +73,6 @@ class Service:
     is_leaving: bool = False
     n_open: int = 0
     created: int = field(default_factory=lambda: int(time.time()))
-    forms: Forms = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.forms = Forms(self.tokenizer, self.vocab_size)
 
     def describe(self) -> dict[str, Any]:
         """The model, as ``/v1/models`` lists it."""
@@ -117,7 +114,7 @@ class Service:
         Raises:
             ApiError: a prompt is wrong, or does not fit into the context.
         """
-        requests, echoes = list[Wanted](), list[str]()
+        asks, echoes = list[Ask](), list[str]()
         for tokens, echo in self.prompts(asked):
             room = self.context_len - len(tokens)
             n_new = asked.n_new(room)
@@ -128,24 +125,26 @@ class Service:
                     f"context of {self.context_len}"
                 )
                 raise ApiError(400, text, param=name, code="context_length_exceeded")
-            requests += self._requests(asked, tokens, n_new)
+            asks += self._asks(asked, tokens, n_new, len(asks))
             echoes += [echo] * asked.n_answers
-        answers = [Answer(Characters(self.tokenizer.decode, r.tokens), asked.stop) for r in requests]
-        return Job([*requests], answers, frozenset() if asked.ignore_eos else self.tokenizer.end_ids), echoes
+        answers = [Answer(Characters(self.tokenizer.decode, ask.tokens), asked.stop) for ask in asks]
+        shape = asked.response_format
+        grammar = grammar_of(shape) if shape and shape.type != "text" else None
+        return Job(asks, answers, frozenset() if asked.ignore_eos else self.tokenizer.end_ids, grammar), echoes
 
-    def _requests(self, asked: Asked, tokens: list[int], n_new: int) -> list[Wanted]:
-        """A request for each answer to a prompt, with seeds that follow each other; all but the first are its forks."""
+    def _asks(self, asked: Asked, tokens: list[int], n_new: int, first: int) -> list[Ask]:
+        """What is asked for each answer to a prompt, the first of which has this index in the job.
+
+        The seeds follow each other. All but the first are forks.
+        """
         temperature = 1.0 if asked.temperature is None else asked.temperature
         temperature = temperature if temperature >= COLDEST else 0.0
-        chooses, made = asked.n_answers > (asked.n or 1), list[Wanted]()
-        shape, forms = asked.response_format, list[Form | None]([None] * asked.n_answers)
-        if shape and shape.type != "text":
-            forms = [*self.forms.make(shape, asked.n_answers)]
-        for i, form in enumerate(forms):
-            made.append(Wanted(
+        chooses, made = asked.n_answers > (asked.n or 1), list[Ask]()
+        for i in range(asked.n_answers):
+            made.append(Ask(
                 tokens, n_new, temperature, None if asked.seed is None else (asked.seed + i) % 2**63,
-                top_k=asked.top_k, top_p=asked.top_p, first=made[0] if made else None, form=form,
-                n_top=0 if chooses and asked.n_top is None else asked.n_top,
+                top_k=asked.top_k, top_p=asked.top_p, n_top=0 if chooses and asked.n_top is None else asked.n_top,
+                first=first if i else None,
             ))  # fmt: skip
         return made
 
@@ -167,13 +166,13 @@ def _encode(encode: Callable[[str], list[int]], prompt: str, param: str) -> list
 
 
 def make_app(service: Service) -> FastAPI:
-    """The application; its lifespan is that of the engine's thread."""
+    """The application; its lifespan is that of the link to the engine."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        service.worker.start()
+        service.link.start()
         yield
-        service.worker.stop()
+        service.link.stop()
 
     app = FastAPI(
         title="The Scaling Workbook", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None,
@@ -224,7 +223,7 @@ def _add_routes(app: FastAPI, service: Service) -> None:
 
     @app.get("/health")
     async def health() -> Response:
-        if fault := service.worker.error or service.worker.unhealthy:
+        if fault := service.link.error or service.link.unhealthy:
             raise failed(fault)
         return JSONResponse({"status": "ok"})
 
@@ -258,28 +257,25 @@ async def _complete(http: Request, service: Service, asked: Asked) -> Response:
     writer = (ChatWriter if isinstance(asked, AskedChat) else Writer)(service.name, service.tokenizer, asked)
     job, echoes = await run_in_threadpool(service.prepare, asked)
     try:
-        await _submit(service.worker, job, asked)
-        first = await _unless_gone(http, job.next())
+        await _submit(service.link, job, asked)
         if asked.stream:
-            return EventStream(writer.events(job, echoes, first), service.worker, job)
-        pieces = [first]
-        while sum(piece.finish_reason is not None for piece in pieces) < len(job.requests):
-            pieces.append(await _unless_gone(http, job.next()))
-        return JSONResponse(writer.whole(job, echoes, pieces))
+            first = await _unless_gone(http, job.next())
+            return EventStream(writer.events(job, echoes, first), service.link, job)
+        return JSONResponse(writer.whole(job, echoes, await _unless_gone(http, job.whole())))
     except (EngineFailed, AnswerFailed) as error:
         raise failed(error) from None
     except BaseException:
-        service.worker.cancel(job)
+        service.link.cancel(job)
         raise
 
 
-async def _submit(worker: Worker, job: Job, asked: Asked) -> None:
-    if len(job.requests) > worker.max_waiting:
+async def _submit(link: Link, job: Job, asked: Asked) -> None:
+    if len(job.asks) > link.max_waiting:
         name = "best_of" if asked.n_answers > (asked.n or 1) else "n" if asked.n_answers > 1 else "prompt"
-        text = f"{name}: {len(job.requests)} answers are more than the queue of {worker.max_waiting} holds"
+        text = f"{name}: {len(job.asks)} answers are more than the queue of {link.max_waiting} holds"
         raise ApiError(400, text, param=name)
     try:
-        await worker.submit(job)
+        await link.submit(job)
     except QueueFull as error:
         later = {"Retry-After": str(RETRY_AFTER_S)}
         raise ApiError(
@@ -326,15 +322,15 @@ async def _as_json(http: Request, error: Exception) -> Response:
 class EventStream(StreamingResponse):
     """Server-sent events of a job, which is cancelled when they end, for whatever reason."""
 
-    def __init__(self, events: AsyncIterator[str], worker: Worker, job: Job) -> None:
+    def __init__(self, events: AsyncIterator[str], link: Link, job: Job) -> None:
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        self.worker, self.job = worker, job
+        self.link, self.job = link, job
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self.worker.cancel(self.job)  # does nothing if the job has ended
+            self.link.cancel(self.job)  # does nothing if the job has ended
 
 
 class Door:

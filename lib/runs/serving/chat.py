@@ -39,7 +39,10 @@ class ChatTemplate:
             self.template = sandbox.from_string(source)
         except TemplateError as error:
             raise ValueError(f"{error} (line {getattr(error, 'lineno', '?')})") from None
-        self.tokens = tokens
+        self.source, self.tokens = source, tokens
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ChatTemplate, (self.source, self.tokens)
 
     def render(self, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """The text of a conversation, by default up to where the assistant's next answer begins.

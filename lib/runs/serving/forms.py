@@ -3,7 +3,6 @@
 llguidance reads the form, and says after each token which ones may follow. The engine gives all others a score of -inf.
 """
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,11 +10,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lib.runs.serving.schema import ApiError, ResponseFormat, shorter
+from lib.runs.serving.grammar import LONGEST
+from lib.runs.serving.schema import shorter
 from lib.runs.serving.text import Tokenizer
-
-LONGEST = 200  # characters of the library's complaint that a client is told
-WHITESPACE: Any = {"whitespace_pattern": r"[ \n]{0,8}"}  # between JSON's marks; unbounded, a model may write no more
 
 
 class Form:
@@ -63,26 +60,17 @@ class Forms:
         self.tokenizer, self.vocab_size = tokenizer, vocab_size
         self._theirs: Any = None
 
-    def make(self, asked: ResponseFormat, n: int) -> list[Form]:
-        """The forms of n answers.
+    def make(self, grammar: str, n: int) -> list[Form]:
+        """The forms of n answers, of a grammar that ``grammar_of`` returned.
 
         Raises:
-            ApiError: the schema or the expression is wrong, or llguidance is not installed.
+            ValueError: the vocabulary cannot write what the grammar asks for.
         """
-        try:
-            from llguidance import LLMatcher
-        except ImportError:
-            text = "response_format: this server has no llguidance; pip install 'scaling-workbook[serve]'"
-            raise ApiError(400, text, param="response_format") from None
-        if asked.type == "regex":
-            grammar = LLMatcher.grammar_from_regex(str(asked.pattern))
-        else:
-            schema = asked.json_schema.schema_ if asked.json_schema else {"type": "object"}
-            grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=WHITESPACE)
+        from llguidance import LLMatcher
+
         first = LLMatcher(self._vocabulary(), grammar, log_level=0)
         if first.is_error():
-            why = shorter(" ".join(first.get_error().split()), LONGEST)
-            raise ApiError(400, f"response_format: {why}", param="response_format")
+            raise ValueError(f"response_format: {shorter(' '.join(first.get_error().split()), LONGEST)}")
         return [Form(first), *(Form(first.deep_copy()) for _ in range(n - 1))]
 
     def _vocabulary(self) -> Any:

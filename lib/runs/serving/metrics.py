@@ -1,6 +1,14 @@
 """What Prometheus reads at ``/metrics``."""
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+    generate_latest,
+)
 
 BUCKETS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0)
 STEP_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
@@ -17,6 +25,7 @@ class Metrics:
     def __init__(self, n_blocks: int) -> None:
         disable_created_metrics()
         self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)  # CPU time and memory of the HTTP side's process
         self.running = self._gauge("requests_running", "Requests that hold blocks of the cache")
         self.waiting = self._gauge("requests_waiting", "Requests that wait for blocks")
         self.blocks_free = self._gauge(
@@ -53,10 +62,12 @@ class Metrics:
         """Say which way the engine's steps take through the model: "fast" or "plain"."""
         self._gauge("runner_info", "The way of a step through the model: fast or plain", "path").labels(path).set(1)
 
-    def observe_drafts(self, n_drafted: int, n_kept: int) -> None:
-        """Note a draft: its tokens, and how many were kept."""
-        self.drafted_tokens.inc(n_drafted)
-        self.kept_tokens.inc(n_kept)
+    def note(self, counts: dict[str, int], levels: dict[str, int]) -> None:
+        """Note what the engine's worker reports: by how much counters grow, and the values of gauges."""
+        for name, n in counts.items():
+            getattr(self, name).inc(n)
+        for name, n in levels.items():
+            getattr(self, name).set(n)
 
     def observe_end(self, n_tokens: int, seconds: float, first_s: float) -> None:
         """Note a complete answer: its tokens, and when its last and its first came after the request."""

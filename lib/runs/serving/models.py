@@ -5,6 +5,7 @@ and a folder in Transformers' format.
 import json
 import warnings
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -256,9 +257,8 @@ def _gpt2_tokenizer() -> tuple[Tokenizer, int]:
         theirs = tiktoken.get_encoding("gpt2")
     except (ImportError, OSError) as error:  # OSError: no network, and not yet in tiktoken's cache
         raise UsageError(f"--tokenizer gpt2: tiktoken cannot load it: {one_line([str(error)])}") from None
-    n_plain = theirs.eot_token
+    return ByteTokenizer(theirs.encode_ordinary, partial(_gpt2_bytes, theirs), [theirs.eot_token]), theirs.n_vocab
 
-    def bytes_of(token: int) -> bytes:
-        return theirs.decode_single_token_bytes(token) if token < n_plain else b""
 
-    return ByteTokenizer(theirs.encode_ordinary, bytes_of, [theirs.eot_token]), theirs.n_vocab
+def _gpt2_bytes(theirs: Any, token: int) -> bytes:
+    return theirs.decode_single_token_bytes(token) if token < theirs.eot_token else b""

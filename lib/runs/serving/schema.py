@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from lib.runs.serving.wanted import MOST_LIKELY
+from lib.runs.serving.wire import MOST_LIKELY
 
 MAX_STOPS, DEFAULT_MAX_TOKENS = 4, 16
 NEUTRAL: dict[str, tuple[Any, ...]] = {

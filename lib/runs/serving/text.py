@@ -63,7 +63,8 @@ class Characters:
         if n <= self.n_shown:
             return ""
         before, text = self.decode(self.tokens[: self.n_shown]), self.decode(self.tokens[:n]) if text is None else text
-        n_same = len(commonprefix([before, text]))  # noqa: RUF071
+        is_longer = text.startswith(before)
+        n_same = len(before) if is_longer else len(commonprefix([before, text]))  # noqa: RUF071
         if n_same < len(text):
             if self.is_first:
                 self.n_replaced = len(before) - n_same
@@ -108,12 +109,20 @@ class ByteTokenizer:
         bytes_of: Callable[[int], bytes] | None = None,
         end_ids: Sequence[int] = (),
     ) -> None:
-        self.encode = self.encode_rendered = encode or (lambda text: list(text.encode()))
-        self.bytes_of = bytes_of or (lambda token: bytes([token]) if token < 256 else b"")
+        self.encode = self.encode_rendered = encode or _bytes_of_text
+        self.bytes_of = bytes_of or _one_byte
         self.end_ids = frozenset(end_ids)
 
     def decode(self, tokens: list[int]) -> str:
         return b"".join(map(self.bytes_of, tokens)).decode("utf-8", "replace")
+
+
+def _bytes_of_text(text: str) -> list[int]:
+    return list(text.encode())
+
+
+def _one_byte(token: int) -> bytes:
+    return bytes([token]) if token < 256 else b""
 
 
 class FileTokenizer:
@@ -202,8 +211,11 @@ class Answer:
     def _release(self, new: str) -> str:
         if self.is_stopped:
             return ""
-        self.held += new
         self.n_read += len(new)
+        if not self.stops:
+            self.n_certain = self.n_read
+            return new
+        self.held += new
         found = [(at + len(stop), at) for stop in self.stops if (at := self.held.find(stop)) >= 0]
         n_certain = min(found)[1] if found else len(self.held) - self._n_uncertain()
         certain, self.held = self.held[:n_certain], "" if found else self.held[n_certain:]

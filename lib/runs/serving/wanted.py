@@ -1,28 +1,13 @@
 """What the server's engine is asked for beyond a prompt's continuation, and the tokens that come with their scores."""
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from lib.given.models.serving import Request
+from lib.runs.serving.wire import Drawn
 
-MOST_LIKELY = 20
-"""The likeliest tokens that a client may ask for at each place."""
 LOWEST = -9999.0
 """In place of a log-probability below it, in the interface's own words: very unlikely."""
-
-
-class Drawn(NamedTuple):
-    """A new token and the model's own scores, before temperature, top-k and top-p.
-
-    Attributes:
-        token: The token.
-        logprob: Natural logarithm of its probability.
-        top: The likeliest tokens and their log-probabilities, the likeliest first.
-    """
-
-    token: int
-    logprob: float
-    top: list[tuple[int, float]]
 
 
 @dataclass(frozen=True, eq=False)

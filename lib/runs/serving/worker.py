@@ -1,26 +1,34 @@
-"""The thread that takes the engine's steps.
+"""The loop that takes the engine's steps, at the engine's end of a connection to the HTTP side.
 
-Requests and cancellations reach it between two steps; text goes back to the event loop.
+Jobs and cancellations reach it between two steps; a report of each step goes back, with the tokens of all answers.
 """
 
-import asyncio
 import queue
-import sys
 import threading
-import time
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
 from lib.given.models.serving import Request
-from lib.runs.serving.metrics import Metrics
-from lib.runs.serving.text import Answer
-from lib.runs.serving.wanted import Drawn, first_of, form_of
+from lib.runs.serving.forms import Form, Forms
+from lib.runs.serving.wanted import Wanted, form_of
+from lib.runs.serving.wire import (
+    AnswerFailed,
+    Cancel,
+    Drawn,
+    EngineFailed,
+    EngineUnhealthy,
+    QueueFull,
+    Report,
+    Submit,
+)
 
 
 class Engine(Protocol):
-    """What the thread needs of chapter 21's ``Engine``.
+    """What the loop needs of chapter 21's ``Engine``.
 
     Attributes:
         scheduler: Has ``waiting``, ``running`` and ``n_free``.
@@ -39,207 +47,105 @@ class Engine(Protocol):
     def step(self) -> list[tuple[Request, Any]]:
         """The new tokens, each with its request, and as a ``Drawn`` if the request wants scores.
 
-        An exception in place of a token ends only this request.
+        An exception in place of a token ends only this request's job.
         """
 
     def abandon(self) -> list[Request]:
         """After a step that raised: drop the requests that took part in it, free their blocks, and return them."""
 
 
-SWITCH_S = 2e-4
-"""How long a thread may hold Python while another one wants it; by default 5 ms, longer than a step of the engine."""
 MOST_FAILURES = 3
 """After so many failed steps in a row the engine is unhealthy: it is not the requests that are at fault."""
 
 
-class EngineFailed(RuntimeError):
-    """The engine raised an exception, and takes no more steps."""
+class Closed(Exception):
+    """The HTTP side has closed its end of the connection."""
 
 
-class EngineUnhealthy(EngineFailed):
-    """Too many steps failed in a row; the server stays up to say so, and takes no more requests."""
+@dataclass
+class Place:
+    """Where an answer belongs: its job, its index there, how many tokens may still come, and which of them end it."""
 
-
-class AnswerFailed(RuntimeError):
-    """Something went wrong with one answer; the engine goes on with the others."""
-
-
-class QueueFull(RuntimeError):
-    """Too many requests wait; the message has the numbers."""
-
-
-@dataclass(frozen=True)
-class Scored:
-    """A token of an answer with its scores, and the character of the answer's text at which it begins."""
-
-    drawn: Drawn
-    offset: int
-
-
-@dataclass(frozen=True)
-class Piece:
-    """What a step adds to an answer.
-
-    Attributes:
-        index: The number of the answer in its job.
-        text: New text, which may be empty.
-        n_tokens: Tokens of the answer so far.
-        finish_reason: "stop" or "length" if this is the end, else None.
-        scores: Of the tokens of the new text, if the request wants them.
-    """
-
+    job: int
     index: int
-    text: str
-    n_tokens: int
-    finish_reason: str | None
-    scores: Sequence[Scored] = ()
-
-
-@dataclass(eq=False)
-class Job:
-    """One HTTP request: the answers that it asks for, and what comes back.
-
-    Attributes:
-        requests: A request for each answer.
-        answers: The text of each.
-        end_ids: Tokens that end an answer.
-        n_tokens: Tokens of each answer so far.
-        logprobs: Sum of the log-probabilities of each answer's tokens, if they come with scores.
-        first_s: When the first token of each came, in seconds after ``arrived``.
-        held: Scores of each answer's tokens whose text is not certain yet.
-        arrived: When it came, by ``time.perf_counter``.
-        pieces: What the steps add, or the exception that ends all.
-    """
-
-    requests: list[Request]
-    answers: list[Answer]
-    end_ids: frozenset[int] = frozenset()
-    n_tokens: list[int] = field(init=False)
-    logprobs: list[float] = field(init=False)
-    first_s: list[float] = field(init=False)
-    held: list[list[Scored]] = field(init=False)
-    arrived: float = field(default_factory=time.perf_counter)
-    pieces: asyncio.Queue = field(default_factory=asyncio.Queue)
-
-    def __post_init__(self) -> None:
-        self.n_tokens = [0] * len(self.requests)
-        self.logprobs, self.first_s = [0.0] * len(self.requests), [0.0] * len(self.requests)
-        self.held = [[] for _ in self.requests]
-
-    def add(self, index: int, new: int | Drawn) -> Piece:
-        """Note a new token of an answer."""
-        self.n_tokens[index] += 1
-        answer, reason = self.answers[index], None
-        token = new.token if isinstance(new, Drawn) else new
-        if isinstance(new, Drawn):
-            self.logprobs[index] += new.logprob
-            if token not in self.end_ids:
-                self.held[index].append(Scored(new, answer.n_read))
-        text = "" if token in self.end_ids else answer.add(token)
-        form = form_of(self.requests[index])
-        if token in self.end_ids or answer.is_stopped or (form and form.is_over):
-            reason = "stop"
-        elif self.n_tokens[index] >= self.requests[index].max_new_tokens:
-            reason = "length"
-        if reason:
-            text += answer.finish()
-            reason = "stop" if answer.is_stopped else reason
-        return Piece(index, text, self.n_tokens[index], reason, self._scores(index, bool(reason)))
-
-    def _scores(self, index: int, is_end: bool) -> list[Scored]:
-        """The scores that were held until now: those of the certain text, and at the end all but a stop string's."""
-        answer, held = self.answers[index], self.held[index]
-        takes_all = is_end and not answer.is_stopped
-        found = held[:] if takes_all else [one for one in held if one.offset < answer.n_certain]
-        del held[: len(found)]
-        return found
-
-    async def next(self) -> Piece:
-        """The next piece of any answer.
-
-        Raises:
-            EngineFailed, AnswerFailed: there will be none.
-        """
-        piece = await self.pieces.get()
-        if isinstance(piece, Exception):
-            raise piece
-        return piece
+    n_left: int
+    end_ids: frozenset[int]
 
 
 class Worker:
-    """Takes the engine's steps in a thread of its own, as long as it has requests.
+    """Takes the engine's steps as long as it has requests, and ends when the other end of the connection is closed.
 
     Args:
         engine: Chapter 21's, or anything like it.
         max_waiting: Requests that may wait for room in the engine.
-        metrics: Counts what happens.
+        connection: To the HTTP side's ``Link``.
+        forms: Makes the forms that answers must have.
+        counts: Counters that the engine adds to; they are reported and begin again at 0.
 
     Attributes:
-        error: Why the engine takes no more steps and the server ends; None while it works.
-        unhealthy: Why the server takes no more requests, although it stays up; None while it does.
+        unhealthy: Why it takes no more requests; None while it does.
     """
 
-    def __init__(self, engine: Engine, max_waiting: int, metrics: Metrics) -> None:
-        self.engine, self.max_waiting, self.metrics = engine, max_waiting, metrics
-        self.error: EngineFailed | None = None
+    def __init__(
+        self, engine: Engine, max_waiting: int, connection: Connection, forms: Forms, counts: Counter[str] | None = None
+    ) -> None:
+        self.engine, self.max_waiting, self.connection, self.forms = engine, max_waiting, connection, forms
+        self.counts = Counter[str]() if counts is None else counts
         self.unhealthy: EngineUnhealthy | None = None
         self._n_failures = 0  # steps in a row, up to the last one
-        self._jobs: dict[Request, tuple[Job, int]] = {}
-        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()  # between a failure and what is put into the inbox
-        self._accepting: dict[Job, asyncio.Future] = {}
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._places: dict[Request, Place] = {}
+        self._jobs: dict[int, dict[int, Request]] = {}
+        self._inbox: queue.SimpleQueue[Submit | Cancel | None] = queue.SimpleQueue()
+        self._report = Report()
 
-    def start(self) -> None:
-        """Begin, in the event loop to which all text goes."""
-        self._loop = asyncio.get_running_loop()
-        sys.setswitchinterval(SWITCH_S)
-        self._count()
-        self._thread.start()
-
-    def stop(self) -> None:
-        """End the thread after the step that it is in."""
-        self._inbox.put(None)
-        self._thread.join()
-
-    async def submit(self, job: Job) -> None:
-        """Hand all requests of a job to the engine, or none.
-
-        Raises:
-            ValueError: the engine refuses one; the message says why.
-            AnswerFailed: it cannot take one, for another reason.
-            QueueFull: too many wait.
-            EngineFailed: the engine takes no more steps.
-        """
-        accepted = self._loop.create_future()
-        with self._lock:
-            if failed := self.error or self.unhealthy:
-                raise failed
-            self._accepting[job] = accepted
-            self._inbox.put(lambda: self._accept(job))
-        await accepted
-
-    def cancel(self, job: Job) -> None:
-        """Drop what is left of a job. Its blocks return before the next step."""
-        self._inbox.put(lambda: self._drop(job))
-
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Work until there is nobody to work for."""
+        threading.Thread(target=self._listen, name="listener", daemon=True).start()
         try:
+            self._send()
             self._work()
+        except Closed:
+            pass
         except Exception as error:
             traceback.print_exc()
-            self._fail(error)
+            self._report.fault = EngineFailed(f"the engine failed: {type(error).__name__}: {error}")
+            with suppress(Closed):
+                self._send()
+
+    def _listen(self) -> None:
+        """Take messages off the connection at once, so that the HTTP side never waits for a step."""
+        with suppress(EOFError, OSError):
+            while True:
+                self._inbox.put(self.connection.recv())
+        self._inbox.put(None)
 
     def _work(self) -> None:
         while True:
             while not (self._inbox.empty() and self.engine.is_busy):  # an idle engine waits here
-                command = self._inbox.get()
-                if command is None:
+                message = self._inbox.get()
+                if message is None:
                     return
-                command()
-                self._count()
+                if isinstance(message, Submit):
+                    self._accept(message)
+                else:
+                    self._drop(message.job, message.index)
+                self._send()
             self._step()
-            self._count()
+            self._send()
+
+    def _send(self) -> None:
+        """Report what has changed; waits while the HTTP side is far behind."""
+        scheduler, report = self.engine.scheduler, self._report
+        report.levels = {
+            "waiting": self._n_waiting, "running": len(scheduler.running), "blocks_free": scheduler.n_free
+        }  # fmt: skip
+        report.counts = dict(self.counts)
+        self.counts.clear()
+        self._report = Report()
+        try:
+            self.connection.send(report)
+        except OSError:
+            raise Closed from None
 
     def _step(self) -> None:
         try:
@@ -248,7 +154,23 @@ class Worker:
             self._end_requests(error)
         else:
             self._n_failures = 0
-            self._deliver(new)
+            for request, token in new:
+                self._note(request, token)
+
+    def _note(self, request: Request, token: Any) -> None:
+        """Report a new token, and end its answer if this is the last one."""
+        place = self._places.get(request)
+        if place is None:  # its job has failed in this step
+            return
+        if isinstance(token, Exception):
+            self._report.ended.append((place.job, self._give_up(place.job, token)))
+            return
+        form = form_of(request)
+        place.n_left -= 1
+        ends = (token.token if isinstance(token, Drawn) else token) in place.end_ids or bool(form and form.is_over)
+        self._report.new.append((place.job, place.index, token, ends))
+        if ends or place.n_left == 0:
+            self._drop(place.job, place.index)  # the engine itself may have ended it
 
     def _end_requests(self, error: Exception) -> None:
         """End the requests of a step that failed as a whole; after too many such steps in a row, end all."""
@@ -258,119 +180,71 @@ class Worker:
         except Exception as second:  # nobody knows what state the engine is in
             raise error from second
         self._n_failures += 1
-        self.metrics.failed_steps.inc()
+        self.counts["failed_steps"] += 1
         cause = f"{type(error).__name__}: {error}"
         ended: Exception = AnswerFailed(f"the engine's step failed: {cause}")
-        jobs = {self._jobs[request][0] for request in dropped if request in self._jobs}
+        jobs = {self._places[request].job for request in dropped if request in self._places}
         if self._n_failures >= MOST_FAILURES:
             self.unhealthy = EngineUnhealthy(f"the last {self._n_failures} steps of the engine failed: {cause}")
-            ended, jobs = self.unhealthy, {job for job, _ in self._jobs.values()}
+            self._report.fault = ended = self.unhealthy
+            jobs = set(self._jobs)
         for job in jobs:
             self._drop(job)
-        self._call(_send, [(job, ended) for job in jobs])
+        self._report.ended += [(job, ended) for job in jobs]
 
-    def _accept(self, job: Job) -> None:
+    def _accept(self, asked: Submit) -> None:
+        """Hand all requests of a job to the engine, or none."""
+        refused: Exception | None = None
         try:
             if self.unhealthy:
                 raise self.unhealthy
             n_waiting = self._n_waiting
-            if n_waiting + len(job.requests) > self.max_waiting:
+            if n_waiting + len(asked.asks) > self.max_waiting:
                 raise QueueFull(f"{n_waiting} requests wait already, and the queue holds {self.max_waiting}")
-            for index, request in enumerate(job.requests):
+            made, self._jobs[asked.job] = self._requests(asked), {}
+            for index, request in enumerate(made):
                 self.engine.submit(request)
-                self._jobs[request] = job, index
-        except (ValueError, QueueFull, EngineUnhealthy) as error:
-            self._drop(job)
-            self._resolve(job, error)
+                self._places[request] = Place(asked.job, index, request.max_new_tokens, asked.end_ids)
+                self._jobs[asked.job][index] = request
+        except ValueError as error:
+            refused = ValueError(str(error))  # whatever its class: this one can be sent
+        except (QueueFull, EngineUnhealthy) as error:
+            refused = error
         except Exception as error:
-            self._resolve(job, self._give_up(job, error))
-        else:
-            for n_tokens in (len(request.tokens) for request in job.requests if first_of(request) is None):
-                self.metrics.prompt_tokens.inc(n_tokens)
-                self.metrics.prompt_length.observe(n_tokens)
-            self._resolve(job, None)
+            refused = self._give_up(asked.job, error)
+        if refused:
+            self._drop(asked.job)
+        self._report.accepted.append((asked.job, refused))
 
-    def _resolve(self, job: Job, error: Exception | None) -> None:
-        accepted = self._accepting.pop(job)
-        self._call(_settle, accepted, error)
+    def _requests(self, asked: Submit) -> list[Wanted]:
+        forms: list[Form | None] = [None] * len(asked.asks)
+        if asked.grammar is not None:
+            forms = [*self.forms.make(asked.grammar, len(forms))]
+        made = list[Wanted]()
+        for ask, form in zip(asked.asks, forms, strict=True):
+            made.append(Wanted(
+                ask.tokens, ask.n_new, ask.temperature, ask.seed, top_k=ask.top_k, top_p=ask.top_p, n_top=ask.n_top,
+                form=form, first=None if ask.first is None else made[ask.first],
+            ))  # fmt: skip
+        return made
 
-    def _drop(self, job: Job) -> None:
-        for request in job.requests:
-            if self._jobs.pop(request, None):
+    def _drop(self, job: int, index: int | None = None) -> None:
+        """Drop what is left of a job, or one of its answers."""
+        answers = self._jobs.get(job, {})
+        for i in [*answers] if index is None else [index]:
+            if i in answers:
+                request = answers.pop(i)
+                del self._places[request]
                 self.engine.cancel(request)
+        if not answers:
+            self._jobs.pop(job, None)
 
-    def _give_up(self, job: Job, error: Exception) -> AnswerFailed:
+    def _give_up(self, job: int, error: Exception) -> AnswerFailed:
         """Drop a job with which something is wrong; returns what to tell its client."""
         traceback.print_exception(error)
         self._drop(job)
         return AnswerFailed(f"this answer failed: {type(error).__name__}: {error}")
 
-    def _deliver(self, new: list[tuple[Request, Any]]) -> None:
-        """Send the pieces of a step to their jobs, in one call for all."""
-        self.metrics.generated_tokens.inc(len(new))
-        pieces: list[tuple[Job, Piece | Exception]] = []
-        for request, token in new:
-            if request not in self._jobs:  # another answer of its job has failed in this step
-                continue
-            job, index = self._jobs[request]
-            try:
-                if isinstance(token, Exception):
-                    raise token
-                piece = job.add(index, token)
-            except Exception as error:
-                pieces.append((job, self._give_up(job, error)))
-                continue
-            if piece.n_tokens == 1:
-                job.first_s[index] = time.perf_counter() - job.arrived
-                self.metrics.time_to_first_token.observe(job.first_s[index])
-            if piece.finish_reason:
-                self.metrics.observe_end(piece.n_tokens, time.perf_counter() - job.arrived, job.first_s[index])
-                del self._jobs[request]
-                self.engine.cancel(request)  # does nothing for an answer that its last token ended
-            pieces.append((job, piece))
-        self._count()
-        self._call(_send, pieces)
-
-    def _fail(self, error: Exception) -> None:
-        """End all requests: there is no next step."""
-        failed = EngineFailed(f"the engine failed: {type(error).__name__}: {error}")
-        with self._lock:
-            self.error = failed
-            accepting, self._accepting = list(self._accepting.values()), {}
-        jobs = {job for job, _ in self._jobs.values()}
-        self._jobs.clear()
-        for accepted in accepting:
-            self._call(_settle, accepted, failed)
-        self._call(_send, [(job, failed) for job in jobs])
-
-    def _call(self, function: Callable[..., None], *args: Any) -> None:
-        """Call a function in the event loop."""
-        try:
-            self._loop.call_soon_threadsafe(function, *args)
-        except RuntimeError:  # the loop is closed: nobody waits any more
-            if not self._loop.is_closed():
-                raise
-
     @property
     def _n_waiting(self) -> int:
         return len(self.engine.scheduler.waiting) + getattr(self.engine, "n_held", 0)
-
-    def _count(self) -> None:
-        scheduler = self.engine.scheduler
-        self.metrics.waiting.set(self._n_waiting)
-        self.metrics.running.set(len(scheduler.running))
-        self.metrics.blocks_free.set(scheduler.n_free)
-
-
-def _settle(accepted: asyncio.Future, error: Exception | None) -> None:
-    if accepted.done():  # the client has gone
-        return
-    if error is None:
-        accepted.set_result(None)
-    else:
-        accepted.set_exception(error)
-
-
-def _send(pieces: list[tuple[Job, Piece | Exception]]) -> None:
-    for job, piece in pieces:
-        job.pieces.put_nowait(piece)

@@ -4,11 +4,15 @@ import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from typing import Any
 
+from lib.runs.serving.jobs import Job, Piece, Scored
 from lib.runs.serving.schema import ApiError, Asked
 from lib.runs.serving.text import Tokenizer
-from lib.runs.serving.worker import AnswerFailed, EngineFailed, EngineUnhealthy, Job, Piece, Scored
+from lib.runs.serving.wire import AnswerFailed, EngineFailed, EngineUnhealthy
+
+MARK = "\0 text \0"  # no model's name, and so nothing else in an event, has it
 
 
 def failed(error: EngineFailed | AnswerFailed) -> ApiError:
@@ -51,7 +55,7 @@ class Writer:
         """The answers to return: of each prompt's those n whose tokens are likeliest on average, best first."""
         n_made, n = self.asked.n_answers, self.asked.n or 1
         found = list[int]()
-        for begin in range(0, len(job.requests), n_made):
+        for begin in range(0, len(job.asks), n_made):
             those = range(begin, begin + n_made)
             if n < n_made:
                 found += sorted(those, key=lambda i: -job.logprobs[i] / job.n_tokens[i])[:n]
@@ -59,29 +63,40 @@ class Writer:
                 found += those
         return found
 
-    async def events(self, job: Job, echoes: list[str], piece: Piece) -> AsyncIterator[str]:
-        """The answers as server-sent events, beginning with a first piece; those that wait already go out together."""
-        n_open, told, written = len(echoes), set[int](), ""
+    async def events(self, job: Job, echoes: list[str], pieces: list[Piece]) -> AsyncIterator[str]:
+        """The answers as server-sent events, beginning with the first pieces; those that wait go out together."""
+        told, frames = set[int](), dict[int, tuple[str, str]]()
         while True:
-            if piece.text or piece.finish_reason:
-                is_first = piece.index not in told
-                echo = _completed(echoes[piece.index], job, piece.index) if is_first else ""
-                told.add(piece.index)
-                written += self._event([self._part(piece, echo, is_first)])
-            n_open -= piece.finish_reason is not None
-            if n_open == 0:
+            written = ""
+            for piece in pieces:
+                if piece.index in told and not piece.scores and not piece.finish_reason:
+                    written += self._framed(piece, frames) if piece.text else ""
+                elif piece.text or piece.finish_reason:
+                    is_first = piece.index not in told
+                    echo = _completed(echoes[piece.index], job, piece.index) if is_first else ""
+                    told.add(piece.index)
+                    written += self._event([self._part(piece, echo, is_first)])
+            if not job.unfinished and not job.waiting:
                 break
-            if written and job.pieces.empty():
+            if written:
                 yield written
-                written = ""
             try:
-                piece = await job.next()
+                pieces = await job.next()
             except (EngineFailed, AnswerFailed) as error:  # the HTTP status was sent already
-                yield f"{written}data: {json.dumps(failed(error).body)}\n\n"
+                yield f"data: {json.dumps(failed(error).body)}\n\n"
                 return
         if self._counts:
             written += self._event([], self._usage(job))
         yield f"{written}data: [DONE]\n\n"
+
+    def _framed(self, piece: Piece, frames: dict[int, tuple[str, str]]) -> str:
+        """The event of a piece that has nothing but text, of which all else is written once for each answer."""
+        if piece.index not in frames:
+            event = self._event([self._part(replace(piece, text=MARK), "", False)])
+            before, _, after = event.partition(json.dumps(MARK))
+            frames[piece.index] = before, after
+        before, after = frames[piece.index]
+        return before + json.dumps(piece.text) + after
 
     @property
     def _counts(self) -> bool:
@@ -122,8 +137,8 @@ class Writer:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in found)
 
     def _usage(self, job: Job) -> dict[str, int]:
-        firsts = job.requests[:: self.asked.n_answers]
-        n_prompt, n_new = sum(len(request.tokens) for request in firsts), sum(job.n_tokens)
+        n_prompt = sum(len(ask.tokens) for ask in job.asks[:: self.asked.n_answers])
+        n_new = sum(job.n_tokens)
         return {"prompt_tokens": n_prompt, "completion_tokens": n_new, "total_tokens": n_prompt + n_new}
 
 

@@ -45,6 +45,29 @@ def test_a_load_is_a_poisson_process_that_its_seed_repeats():
     assert {len(ask.fields["prompt"].split()) for ask in asks} == set(range(3, 11))
 
 
+def test_processes_share_one_poisson_process(server, tmp_path):
+    """Each sends a part of it, and none sends what another does."""
+    out = tmp_path / "out.json"
+    argv = ["--url", f"{server.root}/v1", "--rate", "5", *SHORT, "--processes", "2", "--out", str(out)]
+    assert load.main(argv) == 0
+    found = json.loads(out.read_text())["loads"]["5"]
+    options = options_of("--rate", "5", *SHORT)
+    assert found["requests"] == sum(0.5 <= ask.at < 2.5 for ask in islice(drawn(options, 5.0), 100))
+    assert (found["answered"], found["errors"]) == (found["requests"], {})
+
+
+def test_streams_are_as_many_as_asked_for(server):
+    """Two of three, in one of two processes: at any moment of the window so many requests are open."""
+    options = options_of("--url", f"{server.root}/v1", "--streams", "3", "--processes", "2", *SHORT)
+    seen = asyncio.run(load.send(options, "fake", 0, 0))
+    counted = [one for one in seen if one.ended is not None]
+    assert len(counted) > 4
+    assert not any(one.error for one in counted)
+    moments = [0.6 + i / 10 for i in range(18)]
+    assert {sum(one.left <= t and (one.ended is None or one.ended > t) for one in seen) for t in moments} <= {1, 2}
+    assert any(sum(one.left <= t < (one.ended or 9) for one in seen) == 2 for t in moments)
+
+
 @pytest.mark.parametrize("chat", [[], ["--chat"]])
 def test_the_books_server_answers_all(server, tmp_path, capsys, chat):
     out, picture = tmp_path / "out.json", tmp_path / "picture.png"

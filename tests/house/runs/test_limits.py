@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from lib.runs import corpus, lock, memory, serve, train_gpt2, train_llama, train
 from lib.runs.engine import options as flags
 from lib.runs.flags import UsageError
 from lib.runs.lock import NAME, FolderLock, closing_lock, refuse_if_held
+from lib.runs.serving.engine import build
 
 ROOT = Path(__file__).resolve().parents[3]
 CPU = torch.device("cpu")
@@ -238,13 +240,14 @@ def test_a_cache_that_cannot_fit_is_one_line(argv, capfd):
     )
 
 
-def test_weights_that_cannot_fit_are_one_line(tmp_path, monkeypatch, capfd):
+def test_weights_that_cannot_fit_are_one_line(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(bytes(1000))
     monkeypatch.setattr(memory, "free_bytes", lambda device: 10)
-    assert serve.main(["--model", str(tmp_path), "--device", "cpu", "--port", "0"]) == 2
-    said = capfd.readouterr().err
-    assert said.count("\n") == 1, said
+    with pytest.raises(UsageError) as caught:
+        build(serve.make_parser().parse_args(["--model", str(tmp_path), "--device", "cpu"]), Counter())
+    said = str(caught.value)
+    assert "\n" not in said, said
     assert "weights: at least 1,000 bytes of memory are needed, and 10 bytes are free on cpu" in said
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import multiprocessing
 import os
 import random
 import re
@@ -16,6 +17,7 @@ from types import SimpleNamespace
 
 import httpx
 import openai
+import psutil
 import pytest
 import torch
 
@@ -30,6 +32,8 @@ from lib.runs import serve
 from lib.runs.flags import UsageError
 from lib.runs.serving import api, models
 from lib.runs.serving.api import Service
+from lib.runs.serving.forms import Forms
+from lib.runs.serving.link import Link
 from lib.runs.serving.metrics import Metrics
 from lib.runs.serving.prefix import PrefixEngine, evict
 from lib.runs.serving.schema import AskedCompletion, parse
@@ -65,17 +69,20 @@ class Threaded:
     """A server in a thread of this process, over any engine."""
 
     def __init__(self, engine, tokenizer=None, queue=8, key=None, context_len=64, vocab_size=256):
-        metrics = Metrics(n_blocks=engine.scheduler.n_free)
-        worker = Worker(engine, queue, metrics)
-        tokenizer = tokenizer or ByteTokenizer()
+        here, there = multiprocessing.Pipe()
+        metrics, tokenizer = Metrics(n_blocks=engine.scheduler.n_free), tokenizer or ByteTokenizer()
+        self.worker = Worker(engine, queue, there, Forms(tokenizer, vocab_size))
+        self.steps = threading.Thread(target=self.worker.run, daemon=True)
         self.service = Service(
-            "fake", tokenizer, worker, metrics, vocab_size=vocab_size, context_len=context_len, key=key
-        )
+            "fake", tokenizer, Link(here, queue, metrics), metrics, vocab_size=vocab_size, context_len=context_len,
+            key=key,
+        )  # fmt: skip
         bound = serve.open_socket("127.0.0.1", 0)
         bound.listen()  # clients may knock before the thread has begun
         self.root = f"http://127.0.0.1:{bound.getsockname()[1]}"
         self.status = None
         self.thread = threading.Thread(target=self._run, args=(bound,))
+        self.steps.start()
         self.thread.start()
 
     def _run(self, bound):
@@ -84,6 +91,7 @@ class Threaded:
     def end(self):
         self.service.is_leaving = True  # as SIGTERM would
         self.thread.join(LONG_S)
+        self.steps.join(LONG_S)
 
 
 @contextlib.contextmanager
@@ -383,6 +391,17 @@ def test_sigterm_completes_what_streams_and_refuses_what_is_new():
         assert server.process.wait(LONG_S) == 0
 
 
+def test_an_engine_s_process_that_is_killed_ends_its_requests_and_the_server():
+    with running(Running()) as server:
+        stream = client(server).completions.create(model="tiny", prompt="The", max_tokens=900, stream=True)
+        next(iter(stream))
+        (engine,) = [p for p in psutil.Process(server.process.pid).children() if "spawn_main" in " ".join(p.cmdline())]
+        engine.kill()
+        with pytest.raises(openai.APIError, match=r"engine's process has ended: signal 9 \(SIGKILL\) killed it"):
+            list(stream)
+        assert server.process.wait(LONG_S) == 1
+
+
 class Fake:
     """An engine whose requests all run, and get one token a step once the gate is open."""
 
@@ -426,7 +445,7 @@ def test_a_full_queue_is_429_and_says_when_to_come_back():
         threads = [threading.Thread(target=lambda: answers.append(post(server, asked))) for _ in range(3)]
         for thread in threads:
             thread.start()  # they reach the engine after its step, which waits for the gate
-        while server.service.worker._inbox.qsize() < 3:
+        while server.worker._inbox.qsize() < 3:
             pass
         engine.gate.set()
         for thread in [first, *threads]:
@@ -666,11 +685,11 @@ def test_a_checkpoint_of_a_run_is_served(strategy, tmp_path):
     assert token == expected
 
 
-def test_a_checkpoint_of_images_is_refused(tmp_path, capfd):
+def test_a_checkpoint_of_images_is_refused(tmp_path):
     run = f"vit --batch 4 --steps 1 --data synthetic --items 8 --checkpoint {tmp_path}"
     assert runs_programs.run_all(0, 1, [run]) == [(0, "")]
-    assert serve.main(["--model", str(tmp_path), "--port", "0"]) == 2
-    assert "ViTTask; expected one of GPT2Task" in capfd.readouterr().err
+    with pytest.raises(UsageError, match="ViTTask; expected one of GPT2Task"):
+        models.load(str(tmp_path), None, None, torch.float32, CPU)
 
 
 def test_a_wrong_command_is_one_line(capfd):

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -12,7 +13,9 @@ import torch
 from lib.runs import serve
 from lib.runs.serving import models
 from lib.runs.serving.chat import ChatTemplate
+from lib.runs.serving.engine import build, describe_path
 from lib.runs.serving.forms import Forms, masked
+from lib.runs.serving.grammar import grammar_of
 from lib.runs.serving.prefix import PrefixEngine
 from lib.runs.serving.schema import ResponseFormat
 from lib.runs.serving.text import ByteTokenizer, FileTokenizer
@@ -253,15 +256,11 @@ def test_histograms_count_each_answer_and_each_prompt_once(tiny):
         assert 'workbook_answer_tokens_bucket{le="4.0"} 1.0' in httpx.get(f"{server.root}/metrics").text
 
 
-def test_the_server_says_which_way_its_steps_take(capfd):
-    options = serve.make_parser().parse_args(["--model", "tiny", "--max-queue", "3", "--device", "cpu"])
-    service = serve.make_service(options)
-    assert service.worker.max_waiting == 3
-    assert service.path == "the plain step, kernel by kernel: the fast one needs a GPU"
-    assert b'workbook_runner_info{path="plain"} 1.0' in service.metrics.text()
-    engine = service.worker.engine
+def test_the_engine_says_which_way_its_steps_take():
+    engine, ready = build(serve.make_parser().parse_args(["--model", "tiny", "--device", "cpu"]), Counter())
+    assert ready.path == ("plain", "the plain step, kernel by kernel: the fast one needs a GPU")
     engine.steps = object()
-    assert serve.describe_path(engine)[0] == "fast"
+    assert describe_path(engine)[0] == "fast"
 
 
 def test_the_command_prints_the_way_after_its_address():
@@ -270,6 +269,7 @@ def test_the_command_prints_the_way_after_its_address():
         said = [server.process.stdout.readline() for _ in range(2)]
         assert said[0].startswith("a page to try it: ")
         assert said[1] == "each step takes the plain step, kernel by kernel: the fast one needs a GPU\n"
+        assert 'workbook_runner_info{path="plain"} 1.0' in httpx.get(f"{server.root}/metrics").text
 
 
 # ---- forms -----------------------------------------------------------------------------------------------------------
@@ -336,7 +336,8 @@ def test_the_end_of_a_text_is_drawn_only_where_the_form_is_complete(tiny):
 
 def test_a_file_s_tokens_keep_to_a_form(tmp_path):
     tokenizer = FileTokenizer(str(make_tokenizer(tmp_path / "tokenizer.json")), [7])
-    form, other = Forms(tokenizer, 310).make(ResponseFormat(type="regex", pattern="(naïve|数学) 🦜"), 2)
+    grammar = grammar_of(ResponseFormat(type="regex", pattern="(naïve|数学) 🦜"))
+    form, other = Forms(tokenizer, 310).make(grammar, 2)
     text, logits = "数学 🦜", torch.zeros(3, 310)
     for token in tokenizer.encode(text):
         fine = torch.isfinite(masked(logits, [1], [form]))

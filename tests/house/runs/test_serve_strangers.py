@@ -5,6 +5,7 @@ import gzip
 import json
 import os
 import threading
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -19,6 +20,7 @@ from lib.given.models.serving import Request
 from lib.runs import serve
 from lib.runs.engine.options import UsageError
 from lib.runs.serving import models
+from lib.runs.serving.engine import build
 from lib.runs.serving.prefix import PrefixEngine
 from lib.runs.serving.schema import ApiError, AskedCompletion, parse
 from lib.runs.serving.text import ByteTokenizer, Characters, FileTokenizer
@@ -518,7 +520,7 @@ def test_a_step_that_fails_ends_only_its_requests(streams, capfd):
                 while not engine.scheduler.running:  # the bad step waits at the gate
                     pass
                 found = pool.submit(post, server, good)
-                while server.service.worker._inbox.empty():
+                while server.worker._inbox.empty():
                     pass
                 engine.gate.set()
                 assert found.result().json()["choices"][0]["text"] == expected
@@ -713,6 +715,10 @@ def refusal(flags, capfd):
     return said[0]
 
 
+def refuse(options):
+    raise UsageError("nothing is served")
+
+
 def test_an_empty_text_is_no_value(capfd, monkeypatch):
     given = {"--model": "tiny", "--port": "0"}
     for flag in ("--model", "--name", "--tokenizer", "--device", "--dtype", "--threads", "--port", "--host",
@@ -727,7 +733,9 @@ def test_an_empty_text_is_no_value(capfd, monkeypatch):
         assert "--api-key" in said
         assert "Q" not in said, "a message shows the key"
     monkeypatch.setenv(serve.KEY_VARIABLE, "")
-    assert serve.main(["--model", "nowhere", "--port", "0", "--host", "0.0.0.0"]) == 2
+    with monkeypatch.context() as patch:
+        patch.setattr(serve, "make_service", refuse)
+        assert serve.main(["--model", "tiny", "--port", "0", "--host", "0.0.0.0"]) == 2
     assert "warning: anybody who reaches 0.0.0.0 may use this server" in capfd.readouterr().err
     monkeypatch.setenv(serve.KEY_VARIABLE, " ")
     assert "--api-key" in refusal(["--model", "tiny", "--port", "0"], capfd)
@@ -735,17 +743,21 @@ def test_an_empty_text_is_no_value(capfd, monkeypatch):
 
 def test_what_cannot_be_started_is_one_line(capfd, monkeypatch):
     tiny = ["--model", "tiny", "--port", "0"]
-    for flags, word in ((["--blocks", "9" * 12], "9" * 12), (["--block-size", "9" * 15], "9" * 15),
-        (["--threads", "9" * 12], "9" * 12),
-                        (["--host", "a" * 99], "--host"), (["--mod", "tiny"], "--mod"),
-                        (["--queue", "9" * 5000], "--queue")):  # fmt: skip
+    for flags, word in ((["--host", "a" * 99], "--host"), (["--mod", "tiny"], "--mod"),
+                        (["--queue", "9" * 5000], "--queue"), (["--blocks", "9" * 12], "9" * 12)):  # fmt: skip
         assert word[:80] in refusal([*tiny, *flags], capfd)
 
     def fails(name):
         raise OSError("no network")
 
     monkeypatch.setattr("tiktoken.get_encoding", fails)
-    assert "--tokenizer gpt2: tiktoken cannot load it: no network" in refusal([*tiny, "--tokenizer", "gpt2"], capfd)
+    for flags, words in ((["--block-size", "2147483647"], "blocks of 2147483647 positions"),
+                         (["--threads", "1025"], "--threads 1025"),
+                         (["--tokenizer", "gpt2"], "gpt2: tiktoken cannot load it: no network")):  # fmt: skip
+        with pytest.raises(UsageError) as caught:
+            build(serve.make_parser().parse_args([*tiny, "--device", "cpu", *flags]), Counter())
+        assert words in str(caught.value)
+        assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])

@@ -1,0 +1,134 @@
+"""The engine that the server's flags ask for, and what its process does with it."""
+
+from collections import Counter
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from lib.runs.flags import UsageError
+from lib.runs.memory import block_bytes, check_need, shortage
+from lib.runs.serving import models
+from lib.runs.serving.draft import DraftEngine
+from lib.runs.serving.forms import Forms
+from lib.runs.serving.prefix import PrefixEngine
+from lib.runs.serving.process import Ready
+from lib.runs.serving.settings import one_line
+from lib.runs.serving.worker import Worker
+from lib.serving import Scheduler
+
+DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "float16": torch.float16}
+MOST_THREADS = 1024
+CONTEXTS = 64  # full contexts in a cache that is not on a GPU, unless a flag gives its size
+CACHE_FLAGS = ("--blocks", "--block-size")
+
+
+def main(connection: Connection, options: Any) -> None:
+    """What the engine's process does: load the model, say so, and work until the connection is closed."""
+    counts = Counter[str]()
+    try:
+        engine, ready = build(options, counts)
+    except UsageError as error:
+        connection.send(UsageError(str(error)))
+        return
+    except (MemoryError, RuntimeError) as error:
+        if (why := shortage(error, ("--model", *CACHE_FLAGS))) is None:
+            raise
+        connection.send(UsageError(why))
+        return
+    connection.send(ready)
+    Worker(engine, options.queue, connection, Forms(ready.tokenizer, ready.vocab_size), counts).run()
+
+
+def build(options: Any, counts: Counter[str]) -> tuple[Any, Ready]:
+    """Load the model, and make its engine, which adds to the counts.
+
+    Raises:
+        UsageError: the model cannot be loaded, or something does not fit into memory.
+    """
+    device = _device(options)
+    dtype = DTYPES[options.dtype or ("bf16" if device.type == "cuda" else "float32")]
+    check_need(
+        models.weight_bytes(options.model), torch.device("cpu"), f"--model {options.model}: weights", ["--model"]
+    )
+    served = models.load(options.model, options.name, options.tokenizer, dtype, device)
+    config: Any = served.model.config
+    n_blocks = options.blocks or count_blocks(config, options.block_size, dtype, device)
+    what = f"a cache of {n_blocks} blocks of {options.block_size} positions"
+    check_need(n_blocks * block_bytes(config, options.block_size, dtype), device, what, CACHE_FLAGS)
+    scheduler = Scheduler(options.max_tokens, n_blocks, options.block_size)
+    try:
+        engine = make_engine(served.model, scheduler, counts, options)
+    except (MemoryError, RuntimeError) as error:
+        why = shortage(error, CACHE_FLAGS, device) or one_line([str(error)])
+        raise UsageError(f"{what} cannot be allocated: {why}") from None
+    warm_up(engine)
+    ready = Ready(
+        served.name, served.tokenizer, served.template, config.vocab_size, config.context_len, n_blocks,
+        describe_path(engine),
+    )  # fmt: skip
+    return engine, ready
+
+
+def _device(options: Any) -> torch.device:
+    has_gpu = torch.cuda.is_available()
+    if options.device == "cuda" and not has_gpu:
+        raise UsageError("--device cuda: this machine has no GPU that PyTorch can use; expected cpu")
+    device = torch.device("cuda" if has_gpu and options.device != "cpu" else "cpu")
+    if options.threads or (options.model == "tiny" and device.type == "cpu"):
+        if (options.threads or 1) > MOST_THREADS:
+            raise UsageError(f"--threads {options.threads}: expected {MOST_THREADS} at most")
+        torch.set_num_threads(options.threads or 1)
+    return device
+
+
+def count_blocks(config: Any, block_size: int, dtype: torch.dtype, device: torch.device) -> int:
+    """Number of blocks of the cache.
+
+    On a GPU they fill 0.9 of the free memory, less 0.1 of the total, which activations need. Elsewhere they hold 64
+    full contexts.
+    """
+    whole_contexts = CONTEXTS * -(-config.context_len // block_size)
+    if device.type != "cuda":
+        return whole_contexts
+    free, total = torch.cuda.mem_get_info(device)
+    n_blocks = int((0.9 * free - 0.1 * total) // block_bytes(config, block_size, dtype))
+    if n_blocks < 1:
+        raise UsageError(
+            f"no memory is left for the cache: {free / 1e9:.1f} GB are free; expected a larger GPU, or a smaller model"
+        )
+    return n_blocks
+
+
+def make_engine(model: Any, scheduler: Any, counts: Counter[str], options: Any) -> Any:
+    """The engine that the flags ask for."""
+    more = {"on_found": partial(_add, counts, "found_tokens"), "on_forked": partial(_add, counts, "forked_tokens")}
+    if options.draft:
+        return DraftEngine(model, scheduler, options.drafted, partial(_add_drafts, counts), **more)
+    return PrefixEngine(model, scheduler, **more)
+
+
+def _add(counts: Counter[str], name: str, n: int) -> None:
+    counts[name] += n
+
+
+def _add_drafts(counts: Counter[str], n_drafted: int, n_kept: int) -> None:
+    counts["drafted_tokens"] += n_drafted
+    counts["kept_tokens"] += n_kept
+
+
+def warm_up(engine: Any) -> None:
+    """Record an engine's CUDA graphs, with a progress bar. An engine without them needs nothing."""
+    from tqdm import tqdm
+
+    if engine.steps is not None:
+        engine.steps.warm_up(lambda sizes: tqdm(sizes, desc="recording CUDA graphs", unit="size", leave=False))
+
+
+def describe_path(engine: Any) -> tuple[str, str]:
+    """Which way an engine's steps take through the model: a word for the metrics, and a sentence for the log."""
+    if engine.steps is not None:
+        return "fast", "the fast step: fused kernels, and a CUDA graph for each of some batch sizes"
+    why = "it needs a plain Llama of one dtype" if engine.cache.keys.is_cuda else "the fast one needs a GPU"
+    return "plain", f"the plain step, kernel by kernel: {why}"

@@ -1,0 +1,176 @@
+"""The HTTP side's end of the connection to the engine's worker, which usually runs in a process of its own."""
+
+import asyncio
+import multiprocessing
+import sys
+import time
+import traceback
+from multiprocessing.connection import Connection
+
+from lib.runs.serving.jobs import Job
+from lib.runs.serving.metrics import Metrics
+from lib.runs.serving.process import describe_exit
+from lib.runs.serving.wire import AnswerFailed, Cancel, Drawn, EngineFailed, EngineUnhealthy, Report
+
+SWITCH_S = 2e-4
+"""How long a thread may hold Python while another one wants it; by default 5 ms.
+Prompts become tokens in threads beside the event loop."""
+MOST_REPORTS = 64  # that are read before the event loop's other work
+END_S = 20.0  # in which the engine's process should have ended by itself
+
+
+class Link:
+    """Sends jobs to the engine's worker, and gives each the text that comes back.
+
+    Args:
+        connection: To a ``Worker``.
+        max_waiting: Requests that may wait for room in the engine.
+        metrics: Counts what happens.
+        process: The worker's; None if it runs in a thread of this one.
+
+    Attributes:
+        error: Why the engine takes no more steps and the server ends; None while it works.
+        unhealthy: Why the server takes no more requests, although it stays up; None while it does.
+    """
+
+    def __init__(
+        self, connection: Connection, max_waiting: int, metrics: Metrics,
+        process: multiprocessing.process.BaseProcess | None = None,
+    ) -> None:  # fmt: skip
+        self.connection, self.max_waiting, self.metrics, self.process = connection, max_waiting, metrics, process
+        self.error: EngineFailed | None = None
+        self.unhealthy: EngineUnhealthy | None = None
+        self._jobs: dict[int, Job] = {}
+        self._accepting: dict[int, asyncio.Future] = {}
+
+    def start(self) -> None:
+        """Begin, in the running event loop."""
+        sys.setswitchinterval(SWITCH_S)
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self.connection.fileno(), self._read)
+
+    def stop(self) -> None:
+        """End the worker after the step that it is in."""
+        if not self.connection.closed:
+            self._loop.remove_reader(self.connection.fileno())
+            self.connection.close()
+        if self.process is not None:
+            self.process.join(END_S)
+            self.process.kill()
+
+    async def submit(self, job: Job) -> None:
+        """Hand all requests of a job to the engine, or none.
+
+        Raises:
+            ValueError: the engine refuses one; the message says why.
+            AnswerFailed: it cannot take one, for another reason.
+            QueueFull: too many wait.
+            EngineFailed: the engine takes no more steps.
+        """
+        if failed := self.error or self.unhealthy:
+            raise failed
+        accepted = self._loop.create_future()
+        self._accepting[job.number], self._jobs[job.number] = accepted, job
+        try:
+            self._tell(job.message)
+            await accepted
+        except BaseException:
+            self._jobs.pop(job.number, None)
+            raise
+        finally:
+            self._accepting.pop(job.number, None)
+
+    def cancel(self, job: Job) -> None:
+        """Drop what is left of a job. Its blocks return before the next step."""
+        self._jobs.pop(job.number, None)
+        if job.unfinished:
+            self._tell(Cancel(job.number))
+
+    def _tell(self, message: object) -> None:
+        """Send a message, for which the worker's listener never lets us wait long."""
+        try:
+            if not self.connection.closed:
+                self.connection.send(message)
+        except OSError:
+            self._lose()
+
+    def _read(self) -> None:
+        """Take the reports that have come."""
+        try:
+            for _ in range(MOST_REPORTS):
+                self._take(self.connection.recv())
+                if not self.connection.poll():
+                    break
+        except (EOFError, OSError):
+            self._lose()
+
+    def _take(self, report: Report) -> None:
+        self.metrics.note(report.counts, report.levels)
+        for number, refused in report.accepted:
+            if (accepted := self._accepting.get(number)) and not accepted.done():
+                if refused is None:
+                    self._count_prompts(self._jobs[number])
+                    accepted.set_result(None)
+                else:
+                    accepted.set_exception(refused)
+        self.metrics.generated_tokens.inc(len(report.new))
+        for number, index, token, ends in report.new:
+            if job := self._jobs.get(number):
+                self._add(job, index, token, ends)
+        for number, error in report.ended:
+            if job := self._jobs.pop(number, None):
+                job.fail(error)
+        if report.fault:
+            self._fail(report.fault)
+
+    def _count_prompts(self, job: Job) -> None:
+        for ask in job.asks:
+            if ask.first is None:
+                self.metrics.prompt_tokens.inc(len(ask.tokens))
+                self.metrics.prompt_length.observe(len(ask.tokens))
+
+    def _add(self, job: Job, index: int, token: int | Drawn, ends: bool) -> None:
+        """Give a job a token."""
+        if index not in job.unfinished:  # a stop string has ended the answer
+            return
+        try:
+            piece = job.add(index, token, ends)
+        except Exception as error:
+            traceback.print_exception(error)
+            self.cancel(job)
+            job.fail(AnswerFailed(f"this answer failed: {type(error).__name__}: {error}"))
+            return
+        now = time.perf_counter() - job.arrived
+        if job.first_s[index] is None:
+            job.first_s[index] = now
+            self.metrics.time_to_first_token.observe(now)
+        if piece.finish_reason:
+            self.metrics.observe_end(piece.n_tokens, now, job.first_s[index] or 0.0)
+            if piece.finish_reason == "stop" and not ends:
+                self._tell(Cancel(job.number, index))  # the engine knows nothing of stop strings
+            if not job.unfinished:
+                self._jobs.pop(job.number, None)
+
+    def _lose(self) -> None:
+        """The worker is gone."""
+        if not self.connection.closed:
+            self._loop.remove_reader(self.connection.fileno())
+            self.connection.close()
+        why = "its connection was closed"
+        if self.process is not None:
+            self.process.join(END_S)
+            why = describe_exit(self.process.exitcode)
+        self._fail(EngineFailed(f"the engine's process has ended: {why}"))
+
+    def _fail(self, error: EngineFailed) -> None:
+        """End all jobs."""
+        if isinstance(error, EngineUnhealthy):
+            self.unhealthy = error
+        else:
+            self.error = self.error or error
+        for accepted in self._accepting.values():
+            if not accepted.done():
+                accepted.set_exception(error)
+        for job in self._jobs.values():
+            job.fail(error)
+        self._jobs.clear()
