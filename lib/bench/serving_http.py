@@ -147,6 +147,8 @@ def engine_main(connection: Connection, options: Any, tokenizer_file: str) -> No
     engine, path = make_engine(options.step, options.device)
     connection.send(Ready("measured", tokenizer, None, VOCAB, CONTEXT, 0, path))
     requests = make_requests(options, tokenizer)
+    for n in options.streams:  # kernels are compiled for the lengths that occur
+        alone(engine, requests, n, 0.0, options.warm_up)
     connection.send({n: alone(engine, requests, n, options.warm_up, options.seconds) for n in options.streams})
     Worker(engine, QUEUE, connection, Forms(tokenizer, VOCAB)).run()
 
