@@ -88,7 +88,8 @@ class Exercise:
     @property
     def handle(self) -> str:
         """The shortest name that ``workbook check`` and ``%check`` understand."""
-        alone = sum(e.name == self.name for e in all_exercises()) == 1
+        named = [chapter for chapter in chapters().values() if chapter.may_grade(self.name)]
+        alone = sum(e.name == self.name for chapter in named for e in chapter.exercises) == 1
         return self.name if alone and self.name not in chapters() else f"{self.module}.{self.name}"
 
     @property

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
@@ -150,10 +151,10 @@ def share_pages(app) -> None:
     """
     from sphinx import builders
 
-    def pieces(names: list[str], n_at_once: int) -> list[list[str]]:
-        with_cells = sorted((name for name in names if has_cells(Path(app.env.doc2path(name)))), reverse=True)
-        found = [[name] for name in with_cells] + [[name for name in names if name not in with_cells]]
-        return found[:n_at_once] + found[n_at_once:][::-1]  # of those that wait, Sphinx starts the last one
+    def pieces(arguments: Sequence[str], nproc: int, maxbatch: int = 1) -> list[list[str]]:
+        with_cells = sorted((name for name in arguments if has_cells(Path(app.env.doc2path(name)))), reverse=True)
+        found = [[name] for name in with_cells] + [[name for name in arguments if name not in with_cells]]
+        return found[:nproc] + found[nproc:][::-1]  # of those that wait, Sphinx starts the last one
 
     builders.make_chunks = pieces
 
