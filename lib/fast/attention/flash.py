@@ -456,21 +456,27 @@ def fast_forward(
     return o, lse
 
 
-def fast_dq(q, k, v, o, do, lse, is_causal: bool, tiles: Tiles | Roles | None = None) -> tuple[Tensor, Tensor]:
+def fast_dq(
+    q, k, v, o, do, lse, is_causal: bool, tiles: Tiles | Roles | None = None,
+    variant: Variant = PLAIN, spans: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The gradient of q; and stats [2, rows]: each row's lse in base 2, and its sum of o * do."""
     xs = (q, k, v, o, do)
-    plan = _planned(_plan_dq, xs, is_causal, tiles)
+    plan = _planned(_plan_dq, xs, is_causal, tiles, variant)
     dq, stats = [allocate() for allocate in plan.results]
-    plan.launch(*plan.legible(xs), dq, lse.contiguous(), stats)
+    plan.launch(*plan.legible(xs), dq, lse.contiguous(), stats, *(() if spans is None else (spans,)))
     return dq, stats
 
 
-def fast_dkdv(q, k, v, do, stats, is_causal: bool, tiles: Tiles | Roles | None = None) -> tuple[Tensor, Tensor]:
+def fast_dkdv(
+    q, k, v, do, stats, is_causal: bool, tiles: Tiles | Roles | None = None,
+    variant: Variant = PLAIN, spans: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The gradients of k and v; stats are those that `fast_dq` returns."""
     xs = (q, k, v, do)
-    plan = _planned(_plan_dkdv, xs, is_causal, tiles)
+    plan = _planned(_plan_dkdv, xs, is_causal, tiles, variant)
     dk, dv = [allocate() for allocate in plan.results]
-    plan.launch(*plan.legible(xs), dk, dv, stats)
+    plan.launch(*plan.legible(xs), dk, dv, stats, *(() if spans is None else (spans,)))
     return dk, dv
 
 

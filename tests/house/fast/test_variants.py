@@ -152,7 +152,7 @@ def test_everything_at_once_and_any_strides():
 
 @interpreted
 def test_more_leading_dimensions_and_fewer():
-    (q, k, v), do = inputs(2, 1, 20, 20, 16, batch=(2, 3))
+    (q, k, v), _ = inputs(2, 1, 20, 20, 16, batch=(2, 3))
     found = flash_attention_fast(q, k, v, True, window=5)
     flat = [x.flatten(0, 1) for x in (q, k, v)]
     torch.testing.assert_close(found, flash_attention_fast(*flat, True, window=5).unflatten(0, (2, 3)))
