@@ -65,7 +65,7 @@ def calls(case: Any, given: Any) -> dict[str, Callable[[Tiles | Roles | None], T
 
 
 def jobs(cases: dict[str, Any]) -> Iterator[tuple[Any, str, Tiles | Roles]]:
-    """Every candidate, once for cases that compile to the same."""
+    """Every candidate of every kernel of every case."""
     for case in cases.values():
         for kernel in KERNELS:
             for tiles in candidates(kernel, case):
@@ -115,19 +115,20 @@ def tune(cases: dict[str, Any], n_processes: int) -> None:
             compare(call, candidates(kernel, case))
 
 
+def shown(tiles: Tiles | Roles) -> str:
+    """The fields that a candidate chooses."""
+    if isinstance(tiles, Tiles):
+        return f"Tiles{tuple(tiles)}"
+    return f"Roles({tiles.users}, {tiles.tile}, {tiles.stages}, {tiles.heads_first}, {tiles.early})"
+
+
 def compare(call: Callable[[Tiles | Roles | None], Tensor], all_tiles: list[Tiles | Roles]) -> None:
     """Print milliseconds of one kernel with the tables' tiles and with each candidate."""
     wanted, found = call(None).clone(), [(ms_of(lambda: call(None)), 0.0, "the tables' own")]
     for tiles in all_tiles:
         try:
             error = ((call(tiles).float() - wanted.float()).norm() / wanted.float().norm()).item()
-            found.append(
-                (
-                    ms_of(lambda t=tiles: call(t)),
-                    error,
-                    str(tuple(vars(tiles).values()) if isinstance(tiles, Roles) else tuple(tiles)),
-                )
-            )
+            found.append((ms_of(lambda t=tiles: call(t)), error, shown(tiles)))
         except Exception as error:  # too much shared memory, or a failure of the compiler
             print(f"  cannot run {tiles}: {str(error)[:100]}", flush=True)
     for ms, error, what in sorted(found):

@@ -195,7 +195,7 @@ def test_the_bias_of_a_joined_projection_gets_its_gradient_compiled_or_not(causa
         torch.compile(flash_attention_joined, backend="aot_eager", fullgraph=True),
     ):
         d_x, d_bias = torch.autograd.grad(attend(projected, 3, causal, bias), (projected, bias), grad)
-        torch.testing.assert_close(d_bias, wanted, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(d_bias, wanted, atol=3e-5, rtol=1e-4)  # its zeros for the keys are sums
         torch.testing.assert_close(d_bias, d_x.sum((0, 1)).flatten(), atol=1e-5, rtol=1e-4)
         assert torch.equal(d_bias[36:48], torch.zeros(12))  # of the keys
 
