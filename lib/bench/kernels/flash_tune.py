@@ -19,33 +19,39 @@ from lib.fast.models import capture
 KERNELS = ("forward", "dQ", "dK/dV")
 N_CALLS = 10
 CUTS: dict[tuple[str, int], list[tuple[int, ...]]] = {  # rows, columns, warps, stages
-    ("forward", 64): [(64, 64, 4, 3), (64, 64, 4, 4), (64, 128, 4, 2), (128, 64, 8, 3), (128, 128, 8, 2)],
-    ("forward", 128): [(64, 64, 4, 2), (64, 64, 4, 3), (64, 32, 4, 4), (128, 64, 8, 2), (128, 64, 8, 3),
-                       (128, 128, 8, 2)],
-    ("forward", 256): [(64, 64, 4, 2), (64, 32, 4, 3), (128, 32, 8, 3), (128, 64, 8, 2), (64, 64, 8, 2),
-                       (128, 32, 8, 4)],
-    ("dQ", 64): [(64, 64, 4, 3), (64, 64, 4, 4), (128, 64, 4, 4), (128, 64, 8, 3), (64, 32, 4, 4)],
-    ("dQ", 128): [(64, 64, 4, 2), (64, 64, 4, 3), (64, 32, 4, 3), (128, 64, 8, 2), (128, 64, 8, 3), (128, 32, 8, 3)],
-    ("dQ", 256): [(64, 32, 4, 2), (64, 32, 4, 3), (64, 64, 8, 2), (128, 32, 8, 2), (64, 64, 4, 1), (64, 64, 8, 1)],
-    ("dK/dV", 64): [(64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 4, 4), (32, 64, 4, 4), (64, 128, 8, 2)],
-    ("dK/dV", 128): [(64, 64, 4, 2), (32, 64, 4, 2), (32, 64, 4, 3), (64, 64, 8, 2), (64, 64, 8, 3), (64, 128, 8, 2),
-                     (32, 32, 4, 3)],
-    ("dK/dV", 256): [(32, 64, 8, 2), (64, 64, 8, 1), (64, 64, 8, 2), (32, 64, 8, 3), (16, 64, 8, 3), (64, 32, 4, 2)],
+    ("forward", 64): [(64, 64, 4, 3), (64, 64, 4, 4), (64, 128, 4, 2), (128, 64, 8, 3)],
+    ("forward", 128): [(64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 4, 4), (128, 64, 8, 3)],
+    ("forward", 256): [(64, 64, 4, 2), (128, 64, 8, 2), (128, 32, 8, 4)],
+    ("dQ", 64): [(64, 64, 4, 3), (64, 64, 4, 4), (128, 64, 4, 4), (64, 32, 4, 4)],
+    ("dQ", 128): [(64, 64, 4, 2), (64, 32, 4, 2), (64, 32, 4, 3), (64, 32, 4, 4)],
+    ("dQ", 256): [(64, 32, 4, 3), (64, 16, 4, 4), (128, 32, 8, 2), (64, 32, 4, 4)],
+    ("dK/dV", 64): [(64, 64, 4, 3), (64, 64, 4, 4), (32, 64, 4, 4), (64, 128, 8, 2)],
+    ("dK/dV", 128): [(64, 64, 4, 2), (32, 64, 4, 3), (32, 64, 4, 4), (32, 128, 8, 3)],
+    ("dK/dV", 256): [(64, 64, 8, 2)],
 }  # fmt: skip
-WITH_ROLES: dict[tuple[str, int], list[tuple[Any, ...]]] = {  # users, tile, stages, heads first, early
-    ("forward", 256): [(2, 64, 2, True), (2, 32, 3, True), (2, 32, 4, True), (2, 64, 2, True, True)],
-    ("forward", 128): [(3, 64, 3, True), (2, 64, 3, True), (2, 128, 2, True)],
-    ("dQ", 128): [(2, 64, 3, True, True), (2, 64, 2, True)],
-    ("dK/dV", 128): [(2, 64, 2)],
+MORE: dict[tuple[str, int], list[Tiles | Roles]] = {  # whether a variant has them or not
+    ("dK/dV", 128): [
+        *(Tiles(*cut, apart=True) for cut in ((64, 64, 4, 2), (32, 64, 4, 3), (32, 32, 4, 3))),
+        *(Tiles(*cut, split=True) for cut in ((64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 8, 3))),
+    ],
+    ("dK/dV", 256): [
+        Tiles(*cut, split=True)
+        for cut in ((32, 64, 4, 3), (32, 64, 4, 2), (64, 64, 4, 1), (64, 64, 8, 2), (32, 128, 8, 2), (16, 64, 4, 4))
+    ],
+    ("dK/dV", 64): [Tiles(64, 64, 4, 4, apart=True)],
+    ("forward", 128): [Tiles(64, 64, 4, 3)],
+    ("dQ", 128): [Tiles(64, 64, 4, 2)],
+}
+WITH_ROLES: dict[tuple[str, int], list[Roles]] = {  # only where a case is plain
+    ("forward", 256): [Roles(2, 64, 2, True), Roles(2, 64, 2, True, registers=True)],
 }
 
 
 def candidates(kernel: str, case: Any) -> list[Tiles | Roles]:
     """Tiles for a kernel of a case; with roles only where a case is plain."""
-    first = kernel != "dK/dV"
-    tiles = [Tiles(*cut)._replace(heads_first=first) for cut in CUTS[kernel, case.width]]
-    roles = [Roles(*cut) for cut in WITH_ROLES.get((kernel, case.width), [])]
-    return [*tiles, *(roles if case.is_plain else [])]
+    tiles = [Tiles(*cut, heads_first=kernel != "dK/dV") for cut in CUTS[kernel, case.width]]
+    roles = WITH_ROLES.get((kernel, case.width), []) if case.is_plain else []
+    return [*tiles, *MORE.get((kernel, case.width), []), *roles]
 
 
 def calls(case: Any, given: Any) -> dict[str, Callable[[Tiles | Roles | None], Tensor]]:
@@ -117,9 +123,8 @@ def tune(cases: dict[str, Any], n_processes: int) -> None:
 
 def shown(tiles: Tiles | Roles) -> str:
     """The fields that a candidate chooses."""
-    if isinstance(tiles, Tiles):
-        return f"Tiles{tuple(tiles)}"
-    return f"Roles({tiles.users}, {tiles.tile}, {tiles.stages}, {tiles.heads_first}, {tiles.early})"
+    fields = tiles._asdict() if isinstance(tiles, Tiles) else vars(tiles)
+    return f"{type(tiles).__name__} {' '.join(f'{name}={x}' for name, x in fields.items() if x)}"
 
 
 def compare(call: Callable[[Tiles | Roles | None], Tensor], all_tiles: list[Tiles | Roles]) -> None:

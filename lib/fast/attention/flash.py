@@ -40,6 +40,8 @@ class Tiles(NamedTuple):
     stages: int
     registers: int | None = None
     heads_first: bool = False  # forward and dQ: neighbouring programs compute different heads instead of different rows
+    split: bool = False  # dK/dV: one kernel after the other, each with half of the accumulators
+    apart: bool = False  # dK/dV: every query head has a dK and a dV of its own, which are added up at the end
 
 
 # Width, causal: tiles of forward, dQ, dK/dV, found on an H200 by ``lib.bench.kernels.flash_tiles``,
@@ -54,12 +56,20 @@ TABLE: dict[tuple[int, bool], tuple[Tiles, Tiles, Tiles]] = {
     (128, True): (Tiles(64, 64, 4, 3, heads_first=True), Tiles(128, 64, 8, 3, heads_first=True), Tiles(64, 64, 4, 2)),
     (128, False): (Tiles(128, 64, 4, 2), Tiles(128, 64, 8, 3), Tiles(64, 64, 4, 2)),
 }
+# For width 256, whose dK and dV together would take more registers than there are.
+WIDE = (
+    Tiles(128, 64, 8, 2, heads_first=True),
+    Tiles(64, 32, 4, 3, heads_first=True),
+    Tiles(32, 64, 4, 3, split=True),
+)
 # The fastest kernels where `has_roles` holds; most of them give their warps roles.
 ROLES_TABLE: dict[tuple[int, bool], tuple[Tiles | Roles, Tiles | Roles, Tiles | Roles]] = {
     (64, True): (Roles(3, 128, 4, heads_first=True), TABLE[64, True][1], Roles(2, 64, 3, registers=True)),
     (64, False): (Roles(3, 128, 2), TABLE[64, False][1], Roles(2, 64, 3, registers=True)),
     (128, True): (Roles(3, 64, 3, heads_first=True), Roles(2, 64, 3, heads_first=True, early=True), Roles(2, 64, 2)),
     (128, False): (Roles(2, 128, 2), Roles(2, 128, 2), Roles(2, 64, 2)),
+    (256, True): (Roles(2, 64, 2, heads_first=True), *WIDE[1:]),
+    (256, False): (Roles(2, 64, 2, heads_first=True), *WIDE[1:]),
 }
 # Tiles for sequences of at most SHORT_LENGTH tokens, for which other programs are faster, however many rows there are.
 # None means that the other tables apply (lib.bench.kernels.flash_short).
@@ -74,6 +84,13 @@ SHORT: dict[tuple[int, bool], tuple[Tiles | Roles | None, Tiles | None, Tiles | 
 RAGGED = {
     64: (Tiles(64, 32, 4, 3), Tiles(64, 32, 4, 3), Tiles(32, 64, 4, 4)),
     128: (Tiles(64, 32, 4, 2), Tiles(64, 32, 4, 2), Tiles(32, 64, 4, 3)),
+}
+# Tiles for a band of keys (a window, documents), where the ends of a band count for more than its middle.
+BAND = {128: (TABLE[128, True][0], Tiles(64, 64, 4, 2, heads_first=True), Tiles(32, 64, 4, 3))}
+# Tiles for at most SHORT_LENGTH tokens and FEW_ROWS queries of all heads, which leave multiprocessors idle.
+FEW_ROWS = 2**15
+FEW: dict[tuple[int, bool], tuple[Tiles | None, Tiles | None, Tiles | None]] = {
+    (128, True): (None, Tiles(64, 64, 4, 2, heads_first=True), Tiles(64, 64, 4, 2, apart=True)),
 }
 # Fewest queries (keys for dK/dV), counted over all heads, for kernels with roles: with fewer, these kernels leave
 # multiprocessors idle (lib.bench.kernels.flash_short).
@@ -91,11 +108,6 @@ MANY = 2**15
 QUICKEST, QUICKEST_SHORT = {(64, True), (96, True)}, {(64, True), (64, False), (80, True)}
 MOST_ALONG_AXIS = 2**16 - 1  # heads of all batches, or tiles of rows: what CUDA allows along a grid's later axes
 WIDTHS = range(64, 257, 8)  # a width between powers of two is computed in tiles of 128 or 256
-WIDE = (
-    Tiles(64, 64, 4, 2),
-    Tiles(64, 32, 4, 2),
-    Tiles(32, 64, 8, 2),
-)  # for width 256, twice as fast as chapter 15's own
 
 
 # ---- launches --------------------------------------------------------------------------------------------------------
@@ -108,6 +120,8 @@ def tiles_for(
     small = (Tiles(32, 32, 4, 2),) * 3
     width = q.shape[-1] if INTERPRETED else sizes_of(q, k, is_causal).width
     chosen = TABLE.get((width, is_causal), WIDE if width == 256 else small)
+    if variant.has_band:
+        return BAND.get(width, chosen)
     if not variant.is_plain or not has_roles(q) or (width, is_causal) not in ROLES_TABLE:
         return chosen
     rows = q.shape[:-1].numel(), q.shape[:-1].numel(), k.shape[:-1].numel()
@@ -147,8 +161,12 @@ def _short_tiles(sizes: Sizes) -> tuple[Tiles | Roles | None, Tiles | None, Tile
     """Tiles for short sequences; None where the other tables apply."""
     if sizes.width in RAGGED and sizes.ragged and _may_be_ragged(sizes.t, sizes.s, sizes.causal):
         return RAGGED[sizes.width]
-    known = SHORT if max(sizes.t, sizes.s) <= SHORT_LENGTH else {}
-    return known.get((sizes.width, sizes.causal), (None, None, None))
+    key, nothing = (sizes.width, sizes.causal), (None, None, None)
+    if max(sizes.t, sizes.s) > SHORT_LENGTH:
+        return nothing
+    if sizes.n_batches * sizes.n_heads * sizes.t <= FEW_ROWS and key in FEW:
+        return FEW[key]
+    return SHORT.get(key, nothing)
 
 
 def sizes_of(q: Tensor, k: Tensor, is_causal: bool, variant: Variant = PLAIN) -> Sizes:
@@ -227,10 +245,17 @@ def launch_dq(sizes: Sizes, tiles: Tiles | Roles, has_sums: bool = False) -> Lau
     )
 
 
-def launch_dkdv(sizes: Sizes, tiles: Tiles | Roles) -> Launch:
+def launch_dkdv(sizes: Sizes, tiles: Tiles | Roles) -> Any:
     """The launch for (q, k, v, do, dk, dv, stats), followed by the variant's spans."""
     if isinstance(tiles, Roles):
         return hopper_dkdv(sizes, tiles)
+    both = ((True, False), (False, True)) if tiles.split else ((True, True),)
+    apart = sizes.group if tiles.apart else 1
+    launches = tuple(_portable_dkdv(sizes, tiles, has_dk, has_dv, apart) for has_dk, has_dv in both)
+    return launches[0] if len(launches) == apart == 1 else InParts(launches, apart)
+
+
+def _portable_dkdv(sizes: Sizes, tiles: Tiles, has_dk: bool, has_dv: bool, apart: int) -> Launch:
     rows, cols = (1, 1, tiles.rows, sizes.width), (1, 1, tiles.cols, sizes.width)
     scale2, inner = _scales(sizes)
     n_groups = sizes.n_heads // sizes.group
@@ -239,9 +264,33 @@ def launch_dkdv(sizes: Sizes, tiles: Tiles | Roles) -> Launch:
         Box(6, (2, tiles.rows), flat=(2, sizes.n_rows)), _spans(sizes, 7, 0), sizes.t, sizes.s, n_groups,
         sizes.padded, scale2, sizes.scale, inner, *_reach(sizes),
         sizes.group, sizes.width, tiles.rows, tiles.cols, sizes.causal, *_switches(sizes.variant),
+        has_dk, has_dv, apart,
     )  # fmt: skip
-    grid = (triton.cdiv(sizes.s, tiles.cols), sizes.n_batches * n_groups)
+    grid = (triton.cdiv(sizes.s, tiles.cols), sizes.n_batches * n_groups * apart)
     return Launch(fast_dkdv_kernel, grid, args, **_options(tiles))
+
+
+class InParts(NamedTuple):
+    """dK/dV as several kernels, or with ``apart`` gradients for each key head, which are added up."""
+
+    launches: tuple[Launch, ...]
+    apart: int
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether addresses may take the place of tensors, as in a `Launch`."""
+        return self.apart == 1 and all(launch.is_ready for launch in self.launches)
+
+    def __call__(self, q, k, v, do, dk, dv, *rest) -> None:
+        """Fill dk and dv."""
+        parts = [dk, dv]
+        if self.apart > 1:
+            parts = [torch.empty((*q.shape[:-2], *k.shape[-2:]), dtype=q.dtype, device=q.device) for _ in parts]
+        for launch in self.launches:
+            launch(q, k, v, do, *parts, *rest)
+        if self.apart > 1:
+            for total, part in zip((dk, dv), parts, strict=True):
+                torch.sum(part.unflatten(-3, (-1, self.apart)), -3, out=total)
 
 
 # ---- plans: what follows from shapes and strides is worked out once --------------------------------------------------
@@ -386,7 +435,7 @@ class TwoPasses(NamedTuple):
     """The backward pass as dQ and dK/dV, which both compute the scores: seven products."""
 
     for_dq: Launch
-    for_dkdv: Launch
+    for_dkdv: Any
     stats: Allocate
 
     @property
@@ -407,7 +456,7 @@ class TwoPassesOfVariant(NamedTuple):
     """
 
     for_dq: Launch
-    for_dkdv: Launch
+    for_dkdv: Any
 
     def __call__(self, q, k, v, o, do, lse, dq, dk, dv, stats, *spans) -> None:
         """Fill dq, dk, dv and stats; lse is contiguous."""

@@ -263,6 +263,7 @@ def fast_dq_kernel(
 def _queries(
     dk, dv, key, value, q, do, stats, b, h, base, first, end, low, high, scale2, inner,
     ROWS: tl.constexpr, D: tl.constexpr, MASK: tl.constexpr, BAND: tl.constexpr, CAP: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
     for start in tl.range(first, end, ROWS):
         start = tl.multiple_of(start, ROWS)
@@ -271,7 +272,8 @@ def _queries(
         grad = _tile(do, b, h, start, ROWS, D)
         lse2, sums = tl.split(stats.load([0, base + start]).T)
         scores = tl.dot(key, query.T, input_precision="ieee")
-        dp = tl.dot(value, grad.T, input_precision="ieee")
+        if DK:
+            dp = tl.dot(value, grad.T, input_precision="ieee")
         if CAP:
             scores = _tanh(scores * inner)
         weights = tl.exp2(scores * scale2 - lse2[None, :])
@@ -280,11 +282,13 @@ def _queries(
             if BAND:
                 seen = seen & (rows[None, :] <= high[:, None])
             weights = tl.where(seen, weights, 0.0)
-        dv = tl.dot(weights.to(grad.dtype), grad, dv, input_precision="ieee")
-        ds = weights * (dp - sums[None, :])
-        if CAP:
-            ds *= 1.0 - scores * scores
-        dk = tl.dot(ds.to(query.dtype), query, dk, input_precision="ieee")
+        if DV:
+            dv = tl.dot(weights.to(grad.dtype), grad, dv, input_precision="ieee")
+        if DK:
+            ds = weights * (dp - sums[None, :])
+            if CAP:
+                ds *= 1.0 - scores * scores
+            dk = tl.dot(ds.to(query.dtype), query, dk, input_precision="ieee")
     return dk, dv
 
 
@@ -292,14 +296,21 @@ def _queries(
 def fast_dkdv_kernel(
     q, k, v, do, dk, dv, stats, spans, T, S, G, padded, scale2, scale, inner, before, after, each,
     GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CAUSAL: tl.constexpr,
-    BAND: tl.constexpr, DOCS: tl.constexpr, CAP: tl.constexpr,
+    BAND: tl.constexpr, DOCS: tl.constexpr, CAP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    APART: tl.constexpr,
 ):  # fmt: skip
-    """Like ``flash_backward_dkdv_kernel``. G is the number of key/value heads in a batch."""
-    head, start = tl.program_id(1), tl.program_id(0) * COLS
+    """Like ``flash_backward_dkdv_kernel``. G is the number of key/value heads in a batch.
+
+    Without DK or without DV only the other gradient is computed, with half of the accumulators.
+    APART programs share the query heads of a key head; the dk and dv of each are heads of their own.
+    """
+    head, part, start = tl.program_id(1) // APART, tl.program_id(1) % APART, tl.program_id(0) * COLS
     b, g = head // G, head % G
     cols = start + tl.arange(0, COLS)
     key = _tile(k, b, g, start, COLS, D)
-    value = _tile(v, b, g, start, COLS, D)
+    value = key
+    if DK:
+        value = _tile(v, b, g, start, COLS, D)
     dkey = tl.zeros([COLS, D], tl.float32)
     dvalue = tl.zeros([COLS, D], tl.float32)
     low, high = cols + T - S, cols  # of the queries that see each key
@@ -312,30 +323,32 @@ def fast_dkdv_kernel(
         left = tl.minimum(tl.cdiv(tl.maximum(start + COLS - 1 + T - S, 0), ROWS) * ROWS, tl.cdiv(T, ROWS) * ROWS)
     else:
         left = 0
-    for shared in tl.range(0, GROUP):
+    for shared in tl.range(part * (GROUP // APART), (part + 1) * (GROUP // APART)):
         h, base = g * GROUP + shared, (head * GROUP + shared) * padded
         if BAND:
             dkey, dvalue = _queries(
                 dkey, dvalue, key, value, q, do, stats, b, h, base, first, tl.minimum(left, end), low, high,
-                scale2, inner, ROWS, D, True, True, CAP,
+                scale2, inner, ROWS, D, True, True, CAP, DK, DV,
             )  # fmt: skip
             dkey, dvalue = _queries(
                 dkey, dvalue, key, value, q, do, stats, b, h, base, left, whole, low, high,
-                scale2, inner, ROWS, D, False, True, CAP,
+                scale2, inner, ROWS, D, False, True, CAP, DK, DV,
             )  # fmt: skip
             dkey, dvalue = _queries(
                 dkey, dvalue, key, value, q, do, stats, b, h, base, tl.maximum(left, whole), end, low, high,
-                scale2, inner, ROWS, D, True, True, CAP,
+                scale2, inner, ROWS, D, True, True, CAP, DK, DV,
             )  # fmt: skip
         else:
             if CAUSAL:
                 dkey, dvalue = _queries(
                     dkey, dvalue, key, value, q, do, stats, b, h, base, first, left, low, high,
-                    scale2, inner, ROWS, D, True, False, CAP,
+                    scale2, inner, ROWS, D, True, False, CAP, DK, DV,
                 )  # fmt: skip
             dkey, dvalue = _queries(
                 dkey, dvalue, key, value, q, do, stats, b, h, base, left, T, low, high,
-                scale2, inner, ROWS, D, False, False, CAP,
+                scale2, inner, ROWS, D, False, False, CAP, DK, DV,
             )  # fmt: skip
-    dk.store([b, g, start, 0], (dkey * scale).to(key.dtype).reshape(1, 1, COLS, D))
-    dv.store([b, g, start, 0], dvalue.to(key.dtype).reshape(1, 1, COLS, D))
+    if DK:
+        dk.store([b, g * APART + part, start, 0], (dkey * scale).to(key.dtype).reshape(1, 1, COLS, D))
+    if DV:
+        dv.store([b, g * APART + part, start, 0], dvalue.to(key.dtype).reshape(1, 1, COLS, D))

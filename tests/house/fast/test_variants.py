@@ -26,7 +26,7 @@ def dense_mask(t, s, is_causal, window=None, ids=None):
     if ids is None:
         return seen
     edges = (ids[..., 1:] != ids[..., :-1]).cumsum(-1)
-    runs = torch.nn.functional.pad(edges, (1, 0)).view(-1, t)
+    runs = torch.nn.functional.pad(edges, (1, 0)).view(-1, t).cpu()
     return seen & (runs[:, None, :, None] == runs[:, None, None, :])
 
 
@@ -202,6 +202,27 @@ def test_only_the_portable_kernels_have_variants(monkeypatch):
     for variant in (Variant(window=5), Variant(softcap=5.0), Variant(has_sinks=True), Variant(n_documents=1)):
         assert all(isinstance(tiles, flash.Tiles) for tiles in flash.tiles_for(q, q, True, variant))
         assert flash.n_stored_tiles(q.device, flash.sizes_of(q, q, True, variant)) == 0
+
+
+@interpreted
+@pytest.mark.parametrize("joined", [False, True])
+@pytest.mark.parametrize("parts", [{"split": True}, {"apart": True}, {"split": True, "apart": True}], ids=str)
+def test_dk_and_dv_in_parts_are_the_same(parts, joined, monkeypatch):
+    """One kernel for each, or one for each query head."""
+    tiles = flash.Tiles(32, 32, 4, 2)
+    monkeypatch.setattr(flash, "tiles_for", lambda *given: (tiles, tiles, tiles._replace(**parts)))
+    monkeypatch.setattr(flash, "_plans", {})
+    if not joined:
+        compare(*inputs(4, 2, 40, 40, 16), True, window=20)
+        compare(*inputs(4, 2, 40, 40, 16), False)
+        return
+    x, do = torch.randn(2, 33, 8, 16, requires_grad=True), torch.randn(2, 33, 4, 16)
+    for _ in range(2):  # the second time with addresses, where the parts allow it
+        q, k, v = flash.split_joined(x.detach().double(), 4)
+        leaves = [y.requires_grad_() for y in (q, k, v)]
+        want = torch.autograd.grad(dense(*leaves, True), leaves, do.transpose(1, 2).double())
+        (got,) = torch.autograd.grad(flash.flash_attention_joined(x, 4, True), x, do)
+        torch.testing.assert_close(got.double(), torch.cat(want, 1).transpose(1, 2), atol=3e-5, rtol=1e-4)
 
 
 # ---- errors ----------------------------------------------------------------------------------------------------------
