@@ -59,7 +59,7 @@ TABLE: dict[tuple[int, bool], tuple[Tiles, Tiles, Tiles]] = {
 # For width 256, whose dK and dV together would take more registers than there are.
 WIDE = (
     Tiles(128, 64, 8, 2, heads_first=True),
-    Tiles(64, 32, 4, 3, heads_first=True),
+    Tiles(64, 32, 4, 4, heads_first=True),
     Tiles(32, 64, 4, 3, split=True),
 )
 # The fastest kernels where `has_roles` holds; most of them give their warps roles.
@@ -85,8 +85,12 @@ RAGGED = {
     64: (Tiles(64, 32, 4, 3), Tiles(64, 32, 4, 3), Tiles(32, 64, 4, 4)),
     128: (Tiles(64, 32, 4, 2), Tiles(64, 32, 4, 2), Tiles(32, 64, 4, 3)),
 }
-# Tiles for a band of keys (a window, documents), where the ends of a band count for more than its middle.
-BAND = {128: (TABLE[128, True][0], Tiles(64, 64, 4, 2, heads_first=True), Tiles(32, 64, 4, 3))}
+# Tiles for a band of keys (a window, documents), in which most tiles lie at an end (`--tune` of
+# lib.bench.kernels.flash_variants, as are WIDE and FEW).
+BAND = {
+    64: (Tiles(64, 64, 4, 3, heads_first=True), Tiles(64, 32, 4, 4, heads_first=True), Tiles(64, 64, 4, 3)),
+    128: (TABLE[128, True][0], Tiles(64, 64, 4, 2), Tiles(32, 64, 4, 4)),
+}
 # Tiles for at most SHORT_LENGTH tokens and FEW_ROWS queries of all heads, which leave multiprocessors idle.
 FEW_ROWS = 2**15
 FEW: dict[tuple[int, bool], tuple[Tiles | None, Tiles | None, Tiles | None]] = {
