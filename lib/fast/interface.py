@@ -62,7 +62,7 @@ def workbook_attention(
     is_plain = dropout == 0 and all(kwargs.get(name) is None for name in SPECIAL)
     fits = 1 < query.shape[-2] == key.shape[-2] and key.shape == value.shape
     if known and is_plain and fits and fits_fast(query, key, value, band.after == 0):
-        options = {"window": band.window, "softcap": softcap, "sinks": s_aux, "documents": documents}
+        options: dict[str, Any] = {"window": band.window, "softcap": softcap, "sinks": s_aux, "documents": documents}
         scale = None if scaling == query.shape[-1] ** -0.5 else scaling
         return flash_attention_fast(query, key, value, band.after == 0, scale=scale, **options).transpose(1, 2), None
     mask = attention_mask.dense() if isinstance(attention_mask, BandMask) else attention_mask

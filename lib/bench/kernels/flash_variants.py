@@ -124,7 +124,7 @@ def ours(case: Case, ids: Tensor | None) -> Attend:
 
     def attend(leaves: list[Tensor]) -> Tensor:
         q, k, v, *sinks = leaves
-        options = {"window": case.window, "softcap": case.softcap, "documents": documents}
+        options: dict[str, Any] = {"window": case.window, "softcap": case.softcap, "documents": documents}
         return flash_attention_fast(q, k, v, True, **options, sinks=sinks[0] if sinks else None)
 
     return attend
@@ -145,7 +145,11 @@ def flex(case: Case, ids: Tensor | None, device: str) -> Attend:
 
     n = None if ids is None else case.batch
     mask = create_block_mask(sees, n, None, case.length, case.length, device=device)
-    options = {"block_mask": mask, "score_mod": None if case.softcap is None else capped, "enable_gqa": True}
+    options: dict[str, Any] = {
+        "block_mask": mask,
+        "score_mod": None if case.softcap is None else capped,
+        "enable_gqa": True,
+    }
 
     def attend(leaves: list[Tensor]) -> Tensor:
         q, k, v, *sinks = leaves

@@ -966,7 +966,13 @@ def flash_attention_fast(
     if q.ndim > 4:
         check_shapes(q, k, v)
         flat = (x.flatten(0, -4) for x in (q, k, v))
-        rest = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks, "documents": documents}
+        rest: dict[str, Any] = {
+            "scale": scale,
+            "window": window,
+            "softcap": softcap,
+            "sinks": sinks,
+            "documents": documents,
+        }
         return flash_attention_fast(*flat, is_causal, **rest).unflatten(0, q.shape[:-3])
     if scale is window is softcap is sinks is documents is None:
         if is_watched(q, k, v):
