@@ -114,6 +114,6 @@ class BandMask(Tensor):
         return self.matrix
 
     @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]
         args, kwargs = tree_map(lambda x: x.dense() if isinstance(x, BandMask) else x, (args, kwargs or {}))
         return func(*args, **kwargs)
