@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lib.fast.attention.variants import PLAIN, Variant
 from lib.given.kernels.tiles import HAS_TRITON, INTERPRETED, triton
 
 if HAS_TRITON:
@@ -23,7 +24,9 @@ if HAS_TRITON:
 
 VERSION = tuple(map(int, triton.__version__.split(".")[:2])) if HAS_TRITON else ()
 DIRECT = ((3, 6),)  # versions of Triton whose launcher `_direct` knows; other versions launch through Triton's Python
-LENGTHS = ("T", "S", "H", "G")  # arguments on which Triton does not specialize (for 1, or a multiple of 16)
+# Arguments on which Triton does not specialize (for 1, or a multiple of 16).
+LENGTHS = ("T", "S", "H", "G")
+REACH = ("before", "after", "each")
 # Heads whose rows are computed side by side. With more, too few programs at a time read the same
 # keys; with fewer, long and
 # short rows follow each other. If no number in between divides theirs, it is all of them.
@@ -82,6 +85,7 @@ class Sizes(NamedTuple):
     s: int
     head_dim: int
     causal: bool
+    variant: Variant = PLAIN
 
     @property
     def width(self) -> int:
@@ -91,7 +95,13 @@ class Sizes(NamedTuple):
     @property
     def scale(self) -> float:
         """Factor of the scores."""
-        return self.head_dim**-0.5
+        return self.head_dim**-0.5 if self.variant.scale is None else self.variant.scale
+
+    @property
+    def scales(self) -> tuple[float, float]:
+        """Factor of the scores before exp, in which a soft cap has its part; and of products inside a soft cap."""
+        cap = self.variant.softcap
+        return (self.scale, 0.0) if cap is None else (cap, self.scale / cap)
 
     @property
     def padded(self) -> int:
@@ -106,7 +116,8 @@ class Sizes(NamedTuple):
     @property
     def ragged(self) -> bool:
         """Whether a tile can be partly empty, or a row can have no key."""
-        return self.t % 128 != 0 or self.s % 128 != 0 or (self.causal and self.t > self.s)
+        is_bounded = self.causal or self.variant.window is not None
+        return self.t % 128 != 0 or self.s % 128 != 0 or (is_bounded and self.t > self.s)
 
 
 def grid_by_rows(sizes: Sizes, n_blocks: int, heads_first: bool) -> tuple[int, int, int]:

@@ -16,17 +16,19 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from lib.fast.attention.flash_hopper import Roles, hopper_dkdv, hopper_dq, hopper_forward
 from lib.fast.attention.flash_items import n_tiles_in_memory
+from lib.fast.attention.flash_portable import fast_dkdv_kernel, fast_dq_kernel, fast_forward_kernel
 from lib.fast.attention.flash_stored import StoredBackward, has_collectives
+from lib.fast.attention.variants import PLAIN, Documents, Variant, check_variant
 from lib.fast.gluon import has_roles
-from lib.fast.launch import LENGTHS, Address, Box, Launch, Sizes, can_be_read, grid_by_rows, is_watched, n_programs
+from lib.fast.launch import Address, Box, Launch, Sizes, can_be_read, grid_by_rows, is_watched, n_programs
 from lib.fast.parts.sums import add_rows
 from lib.given.kernels.once import NO_SECOND_DERIVATIVE
-from lib.given.kernels.tiles import HAS_TRITON, INTERPRETED, LN2, LOG2E, check_shapes, tl, triton
+from lib.given.kernels.tiles import HAS_TRITON, INTERPRETED, check_shapes, triton
 
 
 class Tiles(NamedTuple):
@@ -38,6 +40,8 @@ class Tiles(NamedTuple):
     stages: int
     registers: int | None = None
     heads_first: bool = False  # forward and dQ: neighbouring programs compute different heads instead of different rows
+    split: bool = False  # dK/dV: one kernel after the other, each with half of the accumulators
+    apart: bool = False  # dK/dV: every query head has a dK and a dV of its own, which are added up at the end
 
 
 # Width, causal: tiles of forward, dQ, dK/dV, found on an H200 by ``lib.bench.kernels.flash_tiles``,
@@ -52,12 +56,20 @@ TABLE: dict[tuple[int, bool], tuple[Tiles, Tiles, Tiles]] = {
     (128, True): (Tiles(64, 64, 4, 3, heads_first=True), Tiles(128, 64, 8, 3, heads_first=True), Tiles(64, 64, 4, 2)),
     (128, False): (Tiles(128, 64, 4, 2), Tiles(128, 64, 8, 3), Tiles(64, 64, 4, 2)),
 }
+# For width 256, whose dK and dV together would take more registers than there are.
+WIDE = (
+    Tiles(128, 64, 8, 2, heads_first=True),
+    Tiles(64, 32, 4, 4, heads_first=True),
+    Tiles(32, 64, 4, 3, split=True),
+)
 # The fastest kernels where `has_roles` holds; most of them give their warps roles.
 ROLES_TABLE: dict[tuple[int, bool], tuple[Tiles | Roles, Tiles | Roles, Tiles | Roles]] = {
     (64, True): (Roles(3, 128, 4, heads_first=True), TABLE[64, True][1], Roles(2, 64, 3, registers=True)),
     (64, False): (Roles(3, 128, 2), TABLE[64, False][1], Roles(2, 64, 3, registers=True)),
     (128, True): (Roles(3, 64, 3, heads_first=True), Roles(2, 64, 3, heads_first=True, early=True), Roles(2, 64, 2)),
     (128, False): (Roles(2, 128, 2), Roles(2, 128, 2), Roles(2, 64, 2)),
+    (256, True): (Roles(2, 64, 2, heads_first=True), *WIDE[1:]),
+    (256, False): (Roles(2, 64, 2, heads_first=True), *WIDE[1:]),
 }
 # Tiles for sequences of at most SHORT_LENGTH tokens, for which other programs are faster, however many rows there are.
 # None means that the other tables apply (lib.bench.kernels.flash_short).
@@ -72,6 +84,17 @@ SHORT: dict[tuple[int, bool], tuple[Tiles | Roles | None, Tiles | None, Tiles | 
 RAGGED = {
     64: (Tiles(64, 32, 4, 3), Tiles(64, 32, 4, 3), Tiles(32, 64, 4, 4)),
     128: (Tiles(64, 32, 4, 2), Tiles(64, 32, 4, 2), Tiles(32, 64, 4, 3)),
+}
+# Tiles for a band of keys (a window, documents), in which most tiles lie at an end (`--tune` of
+# lib.bench.kernels.flash_variants, as are WIDE and FEW).
+BAND = {
+    64: (Tiles(64, 64, 4, 3, heads_first=True), Tiles(64, 32, 4, 4, heads_first=True), Tiles(64, 64, 4, 3)),
+    128: (TABLE[128, True][0], Tiles(64, 64, 4, 2), Tiles(32, 64, 4, 4)),
+}
+# Tiles for at most SHORT_LENGTH tokens and FEW_ROWS queries of all heads, which leave multiprocessors idle.
+FEW_ROWS = 2**15
+FEW: dict[tuple[int, bool], tuple[Tiles | None, Tiles | None, Tiles | None]] = {
+    (128, True): (None, Tiles(64, 64, 4, 2, heads_first=True), Tiles(64, 64, 4, 2, apart=True)),
 }
 # Fewest queries (keys for dK/dV), counted over all heads, for kernels with roles: with fewer, these kernels leave
 # multiprocessors idle (lib.bench.kernels.flash_short).
@@ -89,226 +112,21 @@ MANY = 2**15
 QUICKEST, QUICKEST_SHORT = {(64, True), (96, True)}, {(64, True), (64, False), (80, True)}
 MOST_ALONG_AXIS = 2**16 - 1  # heads of all batches, or tiles of rows: what CUDA allows along a grid's later axes
 WIDTHS = range(64, 257, 8)  # a width between powers of two is computed in tiles of 128 or 256
-WIDE = (
-    Tiles(64, 64, 4, 2),
-    Tiles(64, 32, 4, 2),
-    Tiles(32, 64, 8, 2),
-)  # for width 256, twice as fast as chapter 15's own
-
-
-# ---- forward ---------------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _tile(x, b, h, at, ROWS: tl.constexpr, D: tl.constexpr):
-    """Rows ``at`` to ``at + ROWS`` of one head; zeros beyond the last token."""
-    return x.load([b, h, at, 0]).reshape(ROWS, D)
-
-
-@triton.jit
-def _place(ROWS: tl.constexpr):
-    """Head, counted through all batches, and first row of this program (`grid_by_rows`);
-    the longest rows come first.
-    """
-    head = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
-    return head, (tl.num_programs(1) - 1 - tl.program_id(1)) * ROWS
-
-
-@triton.jit
-def _keys(
-    acc, l, m, query, k, v, b, g, first, end, sees, scale2,
-    COLS: tl.constexpr, D: tl.constexpr, MASK: tl.constexpr, EMPTY: tl.constexpr,
-):  # fmt: skip
-    for start in tl.range(first, end, COLS):
-        start = tl.multiple_of(start, COLS)
-        key = _tile(k, b, g, start, COLS, D)
-        scores = tl.dot(query, key.T, input_precision="ieee")
-        if MASK:
-            scores = tl.where(sees[:, None] >= start + tl.arange(0, COLS)[None, :], scores, -float("inf"))
-        m_new = tl.maximum(m, tl.max(scores, 1) * scale2)
-        shift = m_new
-        if EMPTY:
-            shift = tl.where(m_new == -float("inf"), 0.0, m_new)  # a row that has seen no key yet
-        weights = tl.exp2(scores * scale2 - shift[:, None])  # one multiply-add and one exp2 for each score
-        decay = tl.exp2(m - shift)
-        l = l * decay + tl.sum(weights, 1)
-        acc = acc * decay[:, None]
-        value = _tile(v, b, g, start, COLS, D)
-        acc = tl.dot(weights.to(value.dtype), value, acc, input_precision="ieee")
-        m = m_new
-    return acc, l, m
-
-
-@triton.jit
-def _bounds(start, T, S, ROWS: tl.constexpr, COLS: tl.constexpr, CAUSAL: tl.constexpr):
-    """For ROWS rows from ``start``: the end of the tiles that all of them see whole, and of the last row's keys."""
-    if CAUSAL:
-        return tl.maximum(start + S - T + 1, 0) // COLS * COLS, tl.minimum(tl.maximum(start + ROWS + S - T, 0), S)
-    else:  # noqa: RET505 - Triton wants both ways written out
-        return S // COLS * COLS, S
-
-
-@triton.jit(do_not_specialize=LENGTHS)
-def fast_forward_kernel(
-    q, k, v, o, lse, T, S, H, scale2,
-    GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CAUSAL: tl.constexpr,
-    RAGGED: tl.constexpr,
-):  # fmt: skip
-    """Like ``flash_forward_kernel``, with descriptors of [batch, H, T, D] and [batch, H / GROUP, S, D]."""
-    head, start = _place(ROWS)
-    b, h = head // H, head % H
-    g = h // GROUP
-    rows = start + tl.arange(0, ROWS)
-    query = _tile(q, b, h, start, ROWS, D)
-    m = tl.full([ROWS], -float("inf"), tl.float32)
-    l = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, D], tl.float32)
-    whole, end = _bounds(start, T, S, ROWS, COLS, CAUSAL)
-    sees = rows + S - T if CAUSAL else tl.zeros([ROWS], tl.int32) + S - 1
-    acc, l, m = _keys(acc, l, m, query, k, v, b, g, 0, whole, sees, scale2, COLS, D, False, False)
-    if CAUSAL or RAGGED:
-        acc, l, m = _keys(acc, l, m, query, k, v, b, g, whole, end, sees, scale2, COLS, D, True, RAGGED)
-    logsumexp = (m + tl.log2(l)) * LN2
-    if RAGGED:
-        l = tl.where(l == 0.0, 1.0, l)
-        tl.store(lse + head * T + rows, logsumexp, mask=rows < T)
-    else:
-        tl.store(lse + head * T + rows, logsumexp)
-    o.store([b, h, start, 0], (acc / l[:, None]).to(query.dtype).reshape(1, 1, ROWS, D))
-
-
-# ---- backward --------------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _keys_back(
-    dq, query, grad, lse2, delta, k, v, b, g, first, end, sees, scale2,
-    COLS: tl.constexpr, D: tl.constexpr, MASK: tl.constexpr,
-):  # fmt: skip
-    for start in tl.range(first, end, COLS):
-        start = tl.multiple_of(start, COLS)
-        key = _tile(k, b, g, start, COLS, D)
-        value = _tile(v, b, g, start, COLS, D)
-        scores = tl.dot(query, key.T, input_precision="ieee")
-        dp = tl.dot(grad, value.T, input_precision="ieee")  # started before the softmax waits for the scores
-        weights = tl.exp2(scores * scale2 - lse2[:, None])
-        if MASK:
-            weights = tl.where(sees[:, None] >= start + tl.arange(0, COLS)[None, :], weights, 0.0)
-        ds = weights * (dp - delta[:, None])
-        dq = tl.dot(ds.to(key.dtype), key, dq, input_precision="ieee")
-    return dq
-
-
-@triton.jit(do_not_specialize=LENGTHS)
-def fast_dq_kernel(
-    q, k, v, o, do, dq, lse, stats, sums, n_rows, T, S, H, padded, scale2, scale,
-    GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CAUSAL: tl.constexpr,
-    RAGGED: tl.constexpr, SUMS: tl.constexpr,
-):  # fmt: skip
-    """Like ``flash_backward_dq_kernel``.
-
-    Stores stats [2, heads * padded] for dK/dV: lse in base 2, and row sums of o * do.
-
-    A row that has no key, or that lies beyond the last token, gets an lse of infinity,
-    so that dK/dV finds weights of 0.
-    With SUMS also stores sums [batches, tiles, 2, H, D]: dQ and dO, each summed over the rows of a tile.
-    """
-    head, start = _place(ROWS)
-    b, h = head // H, head % H
-    g = h // GROUP
-    rows = start + tl.arange(0, ROWS)
-    query = _tile(q, b, h, start, ROWS, D)
-    grad = _tile(do, b, h, start, ROWS, D)
-    out = _tile(o, b, h, start, ROWS, D)
-    along = tl.sum(out.to(tl.float32) * grad.to(tl.float32), 1)
-    if RAGGED:
-        lse2 = tl.load(lse + head * T + rows, mask=rows < T, other=float("inf")) * LOG2E
-        lse2 = tl.where(lse2 == -float("inf"), float("inf"), lse2)
-        tl.store(stats + head * padded + rows, lse2, mask=rows < padded)
-        tl.store(stats + n_rows + head * padded + rows, along, mask=rows < padded)
-    else:
-        lse2 = tl.load(lse + head * T + rows) * LOG2E
-        tl.store(stats + head * padded + rows, lse2)
-        tl.store(stats + n_rows + head * padded + rows, along)
-    acc = tl.zeros([ROWS, D], tl.float32)
-    whole, end = _bounds(start, T, S, ROWS, COLS, CAUSAL)
-    sees = rows + S - T if CAUSAL else tl.zeros([ROWS], tl.int32) + S - 1
-    acc = _keys_back(acc, query, grad, lse2, along, k, v, b, g, 0, whole, sees, scale2, COLS, D, False)
-    if CAUSAL or RAGGED:
-        acc = _keys_back(acc, query, grad, lse2, along, k, v, b, g, whole, end, sees, scale2, COLS, D, True)
-    result = (acc * scale).to(query.dtype)
-    dq.store([b, h, start, 0], result.reshape(1, 1, ROWS, D))
-    if SUMS:  # products with ones, so that the tensor cores add up the columns
-        sums += ((b * tl.cdiv(padded, ROWS) + start // ROWS) * 2 * H + h) * D
-        at, ones = tl.arange(0, D)[None, :] + tl.zeros([64, 1], tl.int32), tl.full([64, ROWS], 1.0, query.dtype)
-        first = tl.arange(0, 64)[:, None] == 0  # 64 rows, all alike, are the least that a product has
-        tl.store(sums + at, tl.dot(ones, result, input_precision="ieee"), mask=first)
-        tl.store(sums + H * D + at, tl.dot(ones, grad, input_precision="ieee"), mask=first)
-
-
-@triton.jit
-def _queries(
-    dk, dv, key, value, q, do, stats, b, h, base, first, end, cols, ahead, scale2,
-    ROWS: tl.constexpr, D: tl.constexpr, MASK: tl.constexpr,
-):  # fmt: skip
-    for start in tl.range(first, end, ROWS):
-        start = tl.multiple_of(start, ROWS)
-        rows = start + tl.arange(0, ROWS)
-        query = _tile(q, b, h, start, ROWS, D)
-        grad = _tile(do, b, h, start, ROWS, D)
-        lse2, sums = tl.split(stats.load([0, base + start]).T)
-        scores = tl.dot(key, query.T, input_precision="ieee")
-        dp = tl.dot(value, grad.T, input_precision="ieee")
-        weights = tl.exp2(scores * scale2 - lse2[None, :])
-        if MASK:
-            weights = tl.where(rows[None, :] + ahead >= cols[:, None], weights, 0.0)
-        dv = tl.dot(weights.to(grad.dtype), grad, dv, input_precision="ieee")
-        ds = weights * (dp - sums[None, :])
-        dk = tl.dot(ds.to(query.dtype), query, dk, input_precision="ieee")
-    return dk, dv
-
-
-@triton.jit(do_not_specialize=LENGTHS)
-def fast_dkdv_kernel(
-    q, k, v, do, dk, dv, stats, T, S, G, padded, scale2, scale,
-    GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CAUSAL: tl.constexpr,
-):  # fmt: skip
-    """Like ``flash_backward_dkdv_kernel``. G is the number of key/value heads in a batch."""
-    head, start = tl.program_id(1), tl.program_id(0) * COLS
-    b, g = head // G, head % G
-    cols = start + tl.arange(0, COLS)
-    key = _tile(k, b, g, start, COLS, D)
-    value = _tile(v, b, g, start, COLS, D)
-    dkey = tl.zeros([COLS, D], tl.float32)
-    dvalue = tl.zeros([COLS, D], tl.float32)
-    for shared in tl.range(0, GROUP):
-        h, base = g * GROUP + shared, (head * GROUP + shared) * padded
-        if CAUSAL:
-            first = tl.maximum(start + T - S, 0) // ROWS * ROWS
-            whole = tl.minimum(tl.cdiv(tl.maximum(start + COLS - 1 + T - S, 0), ROWS) * ROWS, tl.cdiv(T, ROWS) * ROWS)
-            dkey, dvalue = _queries(
-                dkey, dvalue, key, value, q, do, stats, b, h, base, first, whole, cols, S - T, scale2, ROWS, D, True
-            )
-            dkey, dvalue = _queries(
-                dkey, dvalue, key, value, q, do, stats, b, h, base, whole, T, cols, S - T, scale2, ROWS, D, False
-            )
-        else:
-            dkey, dvalue = _queries(
-                dkey, dvalue, key, value, q, do, stats, b, h, base, 0, T, cols, S - T, scale2, ROWS, D, False
-            )
-    dk.store([b, g, start, 0], (dkey * scale).to(key.dtype).reshape(1, 1, COLS, D))
-    dv.store([b, g, start, 0], dvalue.to(key.dtype).reshape(1, 1, COLS, D))
 
 
 # ---- launches --------------------------------------------------------------------------------------------------------
 
 
-def tiles_for(q: Tensor, k: Tensor, is_causal: bool) -> tuple[Tiles | Roles, Tiles | Roles, Tiles | Roles]:
+def tiles_for(
+    q: Tensor, k: Tensor, is_causal: bool, variant: Variant = PLAIN
+) -> tuple[Tiles | Roles, Tiles | Roles, Tiles | Roles]:
     """Tiles of forward, dQ and dK/dV for this device and these sizes; small ones for widths that no table has."""
     small = (Tiles(32, 32, 4, 2),) * 3
     width = q.shape[-1] if INTERPRETED else sizes_of(q, k, is_causal).width
     chosen = TABLE.get((width, is_causal), WIDE if width == 256 else small)
-    if not has_roles(q) or (width, is_causal) not in ROLES_TABLE:
+    if variant.has_band:
+        return BAND.get(width, chosen)
+    if not variant.is_plain or not has_roles(q) or (width, is_causal) not in ROLES_TABLE:
         return chosen
     rows = q.shape[:-1].numel(), q.shape[:-1].numel(), k.shape[:-1].numel()
     both = zip(chosen, ROLES_TABLE[width, is_causal], rows, ENOUGH_ROWS, strict=True)
@@ -331,7 +149,8 @@ def _most_bytes_stored(device: torch.device) -> int:
 def n_stored_tiles(device: torch.device, sizes: Sizes) -> int:
     """How many tiles of dS the backward pass may keep in memory; 0 where it makes two passes."""
     sees_keys = not sizes.causal or sizes.t <= sizes.s
-    if sizes.width != 128 or sizes.group < 1 or min(sizes.t, sizes.s) < STORED_LENGTH or not sees_keys:
+    fits = sizes.width == 128 and sizes.variant.is_plain
+    if not fits or sizes.group < 1 or min(sizes.t, sizes.s) < STORED_LENGTH or not sees_keys:
         return 0
     is_enough = sizes.n_batches * sizes.n_heads * sizes.t >= STORED_ROWS
     return n_tiles_in_memory(sizes, _most_bytes_stored(device)) if is_enough else 0
@@ -346,14 +165,19 @@ def _short_tiles(sizes: Sizes) -> tuple[Tiles | Roles | None, Tiles | None, Tile
     """Tiles for short sequences; None where the other tables apply."""
     if sizes.width in RAGGED and sizes.ragged and _may_be_ragged(sizes.t, sizes.s, sizes.causal):
         return RAGGED[sizes.width]
-    known = SHORT if max(sizes.t, sizes.s) <= SHORT_LENGTH else {}
-    return known.get((sizes.width, sizes.causal), (None, None, None))
+    key, nothing = (sizes.width, sizes.causal), (None, None, None)
+    if max(sizes.t, sizes.s) > SHORT_LENGTH:
+        return nothing
+    if sizes.n_batches * sizes.n_heads * sizes.t <= FEW_ROWS and key in FEW:
+        return FEW[key]
+    return SHORT.get(key, nothing)
 
 
-def sizes_of(q: Tensor, k: Tensor, is_causal: bool) -> Sizes:
+def sizes_of(q: Tensor, k: Tensor, is_causal: bool, variant: Variant = PLAIN) -> Sizes:
     """The sizes that launches depend on."""
     n_heads, n_groups = (x.shape[-3] if x.ndim > 2 else 1 for x in (q, k))
-    return Sizes(q.shape[:-3].numel(), n_heads, n_heads // n_groups, q.shape[-2], k.shape[-2], q.shape[-1], is_causal)
+    n_batches, group = q.shape[:-3].numel(), n_heads // n_groups
+    return Sizes(n_batches, n_heads, group, q.shape[-2], k.shape[-2], q.shape[-1], is_causal, variant)
 
 
 def _options(tiles: Tiles) -> dict[str, int]:
@@ -361,16 +185,37 @@ def _options(tiles: Tiles) -> dict[str, int]:
     return {} if INTERPRETED else options | ({"maxnreg": tiles.registers} if tiles.registers else {})
 
 
+def _scales(sizes: Sizes) -> tuple[float, float]:
+    outer, inner = sizes.scales
+    return outer * math.log2(math.e), inner
+
+
+def _switches(variant: Variant) -> tuple[bool, bool, bool]:
+    """Which parts of a kernel are compiled: BAND, DOCS, CAP."""
+    return variant.has_band, variant.n_documents > 0, variant.softcap is not None
+
+
+def _reach(sizes: Sizes) -> tuple[int, int, int]:
+    """How far a query sees before and after its own position, and the distance of two sequences in the spans."""
+    return *sizes.variant.reach(sizes.causal), 2 * sizes.s if sizes.variant.n_documents > 1 else 0
+
+
+def _spans(sizes: Sizes, at: int, other: int) -> Address:
+    """The address of tensor ``at``, the spans; of any other tensor where there are none, and nothing is read."""
+    return Address(at if sizes.variant.n_documents else other)
+
+
 def launch_forward(sizes: Sizes, tiles: Tiles | Roles) -> Launch:
-    """The launch for (q, k, v, o, lse)."""
+    """The launch for (q, k, v, o, lse), followed by sinks and by spans if the variant has them."""
     if isinstance(tiles, Roles):
         return hopper_forward(sizes, tiles)
     rows, cols = (1, 1, tiles.rows, sizes.width), (1, 1, tiles.cols, sizes.width)
+    (scale2, inner), sinks = _scales(sizes), sizes.variant.has_sinks
     args = (
         Box(0, rows), Box(1, cols), Box(2, cols), Box(3, rows), Address(4),
-        sizes.t, sizes.s, sizes.n_heads, sizes.scale * math.log2(math.e), sizes.group, sizes.width, tiles.rows,
-        tiles.cols,
-        sizes.causal, sizes.ragged,
+        Address(5 if sinks else 4), _spans(sizes, 5 + sinks, 4), sizes.t, sizes.s, sizes.n_heads, scale2, inner,
+        *_reach(sizes),
+        sizes.group, sizes.width, tiles.rows, tiles.cols, sizes.causal, sizes.ragged, *_switches(sizes.variant), sinks,
     )  # fmt: skip
     return Launch(
         fast_forward_kernel,
@@ -381,18 +226,20 @@ def launch_forward(sizes: Sizes, tiles: Tiles | Roles) -> Launch:
 
 
 def launch_dq(sizes: Sizes, tiles: Tiles | Roles, has_sums: bool = False) -> Launch:
-    """The launch for (q, k, v, o, do, dq, lse, stats), followed by sums if ``has_sums``.
+    """The launch for (q, k, v, o, do, dq, lse, stats), followed by sums if ``has_sums``, or by the variant's spans.
 
     Kernels with roles compute no sums.
     """
     if isinstance(tiles, Roles):
         return hopper_dq(sizes, tiles)
     rows, cols = (1, 1, tiles.rows, sizes.width), (1, 1, tiles.cols, sizes.width)
+    scale2, inner = _scales(sizes)
     args = (
         Box(0, rows), Box(1, cols), Box(2, cols), Box(3, rows), Box(4, rows), Box(5, rows), Address(6), Address(7),
-        Address(8 if has_sums else 7), sizes.n_rows, sizes.t, sizes.s, sizes.n_heads, sizes.padded,
-        sizes.scale * math.log2(math.e), sizes.scale,
+        Address(8 if has_sums else 7), _spans(sizes, 8, 7), sizes.n_rows, sizes.t, sizes.s, sizes.n_heads,
+        sizes.padded, scale2, sizes.scale, inner, *_reach(sizes),
         sizes.group, sizes.width, tiles.rows, tiles.cols, sizes.causal, sizes.ragged, has_sums,
+        *_switches(sizes.variant),
     )  # fmt: skip
     return Launch(
         fast_dq_kernel,
@@ -402,19 +249,52 @@ def launch_dq(sizes: Sizes, tiles: Tiles | Roles, has_sums: bool = False) -> Lau
     )
 
 
-def launch_dkdv(sizes: Sizes, tiles: Tiles | Roles) -> Launch:
-    """The launch for (q, k, v, do, dk, dv, stats)."""
+def launch_dkdv(sizes: Sizes, tiles: Tiles | Roles) -> Any:
+    """The launch for (q, k, v, do, dk, dv, stats), followed by the variant's spans."""
     if isinstance(tiles, Roles):
         return hopper_dkdv(sizes, tiles)
+    both = ((True, False), (False, True)) if tiles.split else ((True, True),)
+    apart = sizes.group if tiles.apart else 1
+    launches = tuple(_portable_dkdv(sizes, tiles, has_dk, has_dv, apart) for has_dk, has_dv in both)
+    return launches[0] if len(launches) == apart == 1 else InParts(launches, apart)
+
+
+def _portable_dkdv(sizes: Sizes, tiles: Tiles, has_dk: bool, has_dv: bool, apart: int) -> Launch:
     rows, cols = (1, 1, tiles.rows, sizes.width), (1, 1, tiles.cols, sizes.width)
+    scale2, inner = _scales(sizes)
     n_groups = sizes.n_heads // sizes.group
     args = (
         Box(0, rows), Box(1, cols), Box(2, cols), Box(3, rows), Box(4, cols), Box(5, cols),
-        Box(6, (2, tiles.rows), flat=(2, sizes.n_rows)), sizes.t, sizes.s, n_groups, sizes.padded,
-        sizes.scale * math.log2(math.e), sizes.scale, sizes.group, sizes.width, tiles.rows, tiles.cols, sizes.causal,
+        Box(6, (2, tiles.rows), flat=(2, sizes.n_rows)), _spans(sizes, 7, 0), sizes.t, sizes.s, n_groups,
+        sizes.padded, scale2, sizes.scale, inner, *_reach(sizes),
+        sizes.group, sizes.width, tiles.rows, tiles.cols, sizes.causal, *_switches(sizes.variant),
+        has_dk, has_dv, apart,
     )  # fmt: skip
-    grid = (triton.cdiv(sizes.s, tiles.cols), sizes.n_batches * n_groups)
+    grid = (triton.cdiv(sizes.s, tiles.cols), sizes.n_batches * n_groups * apart)
     return Launch(fast_dkdv_kernel, grid, args, **_options(tiles))
+
+
+class InParts(NamedTuple):
+    """dK/dV as several kernels, or with ``apart`` gradients for each key head, which are added up."""
+
+    launches: tuple[Launch, ...]
+    apart: int
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether addresses may take the place of tensors, as in a `Launch`."""
+        return self.apart == 1 and all(launch.is_ready for launch in self.launches)
+
+    def __call__(self, q, k, v, do, dk, dv, *rest) -> None:
+        """Fill dk and dv."""
+        parts = [dk, dv]
+        if self.apart > 1:
+            parts = [torch.empty((*q.shape[:-2], *k.shape[-2:]), dtype=q.dtype, device=q.device) for _ in parts]
+        for launch in self.launches:
+            launch(q, k, v, do, *parts, *rest)
+        if self.apart > 1:
+            for total, part in zip((dk, dv), parts, strict=True):
+                torch.sum(part.unflatten(-3, (-1, self.apart)), -3, out=total)
 
 
 # ---- plans: what follows from shapes and strides is worked out once --------------------------------------------------
@@ -443,13 +323,13 @@ class Plan(NamedTuple):
     backward: dict[tuple, "Plan"]  # of a forward pass: plans of its backward pass, for `_planned_again`
     elsewhere: torch.device | None = None  # the tensors' device, if it isn't the current one
 
-    def run(self, xs: tuple[Tensor, ...], *rest: Tensor) -> list[Tensor]:
-        """Launch with the inputs, ``rest`` and the results, which are allocated for it and returned."""
+    def run(self, xs: tuple[Tensor, ...], *rest: Tensor, last: tuple[Tensor, ...] = ()) -> list[Tensor]:
+        """Launch with the inputs, ``rest``, the results, which are allocated for it and returned, and ``last``."""
         if self.elsewhere is not None:
             with torch.cuda.device(self.elsewhere):
-                return self._replace(elsewhere=None).run(xs, *rest)
+                return self._replace(elsewhere=None).run(xs, *rest, last=last)
         results = [allocate() for allocate in self.results]
-        self.launch(*self.legible(xs), *rest, *results)
+        self.launch(*self.legible(xs), *rest, *results, *last)
         return results
 
     def legible(self, xs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -531,25 +411,27 @@ def _copied(xs: tuple[Tensor, ...]) -> tuple[int, ...]:
     return tuple(i for i, x in enumerate(xs) if not can_be_read(x) or _misaligned(xs))
 
 
-def _plan_forward(xs: tuple[Tensor, ...], is_causal: bool, tiles: Tiles | Roles | None) -> Plan:
+def _plan_forward(
+    xs: tuple[Tensor, ...], is_causal: bool, tiles: Tiles | Roles | None, variant: Variant = PLAIN
+) -> Plan:
     q, k, v = xs
     check_shapes(q, k, v)
-    launch = launch_forward(sizes_of(q, k, is_causal), tiles or tiles_for(q, k, is_causal)[0])
+    launch = launch_forward(sizes_of(q, k, is_causal, variant), tiles or tiles_for(q, k, is_causal, variant)[0])
     return Plan(_copied(xs), (_like(q), _statistics(q, *q.shape[:-1])), launch, {})
 
 
-def _plan_dq(xs: tuple[Tensor, ...], is_causal: bool, tiles: Tiles | Roles | None) -> Plan:
+def _plan_dq(xs: tuple[Tensor, ...], is_causal: bool, tiles: Tiles | Roles | None, variant: Variant = PLAIN) -> Plan:
     q, k, v = xs[:3]
     check_shapes(q, k, v)
-    sizes = sizes_of(q, k, is_causal)
-    launch = launch_dq(sizes, tiles or tiles_for(q, k, is_causal)[1])
+    sizes = sizes_of(q, k, is_causal, variant)
+    launch = launch_dq(sizes, tiles or tiles_for(q, k, is_causal, variant)[1])
     return Plan(_copied(xs), (_like(q), _statistics(q, 2, sizes.n_rows)), launch, {})
 
 
-def _plan_dkdv(xs: tuple[Tensor, ...], is_causal: bool, tiles: Tiles | Roles | None) -> Plan:
+def _plan_dkdv(xs: tuple[Tensor, ...], is_causal: bool, tiles: Tiles | Roles | None, variant: Variant = PLAIN) -> Plan:
     q, k, v = xs[:3]
     check_shapes(q, k, v)
-    launch = launch_dkdv(sizes_of(q, k, is_causal), tiles or tiles_for(q, k, is_causal)[2])
+    launch = launch_dkdv(sizes_of(q, k, is_causal, variant), tiles or tiles_for(q, k, is_causal, variant)[2])
     return Plan(_copied(xs), (_like(k), _like(v)), launch, {})
 
 
@@ -557,7 +439,7 @@ class TwoPasses(NamedTuple):
     """The backward pass as dQ and dK/dV, which both compute the scores: seven products."""
 
     for_dq: Launch
-    for_dkdv: Launch
+    for_dkdv: Any
     stats: Allocate
 
     @property
@@ -572,11 +454,37 @@ class TwoPasses(NamedTuple):
         self.for_dkdv(q, k, v, do, dk, dv, stats)
 
 
-def _plan_backward(xs: tuple[Tensor, ...], is_causal: bool, has_sums: bool = False) -> Plan:
+class TwoPassesOfVariant(NamedTuple):
+    """`TwoPasses` of a variant that is not plain; what dQ leaves for dK/dV is a result, of which a sink's gradient is
+    made.
+    """
+
+    for_dq: Launch
+    for_dkdv: Any
+
+    def __call__(self, q, k, v, o, do, lse, dq, dk, dv, stats, *spans) -> None:
+        """Fill dq, dk, dv and stats; lse is contiguous."""
+        self.for_dq(q, k, v, o, do, dq, lse, stats, *spans)
+        self.for_dkdv(q, k, v, do, dk, dv, stats, *spans)
+
+
+def _plan_variant_backward(xs: tuple[Tensor, ...], is_causal: bool, variant: Variant) -> Plan:
+    """As `_plan_backward`; stats [2, rows] are the last result if the variant is not plain."""
+    if variant.is_plain:
+        return _plan_backward(xs, is_causal, variant=variant)
+    q, k, v = xs[:3]
+    check_shapes(q, k, v)
+    sizes = sizes_of(q, k, is_causal, variant)
+    _, for_dq, for_dkdv = tiles_for(q, k, is_causal, variant)
+    launch = TwoPassesOfVariant(launch_dq(sizes, for_dq), launch_dkdv(sizes, for_dkdv))
+    return Plan(_copied(xs), (_like(q), _like(k), _like(v), _statistics(q, 2, sizes.n_rows)), launch, {})
+
+
+def _plan_backward(xs: tuple[Tensor, ...], is_causal: bool, has_sums: bool = False, variant: Variant = PLAIN) -> Plan:
     """``has_sums``: the results include dQ's sums, if the kernels chosen for these sizes compute them."""
     q, k, v = xs[:3]
     check_shapes(q, k, v)
-    sizes = sizes_of(q, k, is_causal)
+    sizes = sizes_of(q, k, is_causal, variant)
     _, for_dq, for_dkdv = tiles_for(q, k, is_causal)
     n_tiles = n_stored_tiles(q.device, sizes)
     sums: tuple[Allocate, ...] = ()
@@ -601,21 +509,27 @@ def fast_forward(
     return o, lse
 
 
-def fast_dq(q, k, v, o, do, lse, is_causal: bool, tiles: Tiles | Roles | None = None) -> tuple[Tensor, Tensor]:
+def fast_dq(
+    q, k, v, o, do, lse, is_causal: bool, tiles: Tiles | Roles | None = None,
+    variant: Variant = PLAIN, spans: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The gradient of q; and stats [2, rows]: each row's lse in base 2, and its sum of o * do."""
     xs = (q, k, v, o, do)
-    plan = _planned(_plan_dq, xs, is_causal, tiles)
+    plan = _planned(_plan_dq, xs, is_causal, tiles, variant)
     dq, stats = [allocate() for allocate in plan.results]
-    plan.launch(*plan.legible(xs), dq, lse.contiguous(), stats)
+    plan.launch(*plan.legible(xs), dq, lse.contiguous(), stats, *(() if spans is None else (spans,)))
     return dq, stats
 
 
-def fast_dkdv(q, k, v, do, stats, is_causal: bool, tiles: Tiles | Roles | None = None) -> tuple[Tensor, Tensor]:
+def fast_dkdv(
+    q, k, v, do, stats, is_causal: bool, tiles: Tiles | Roles | None = None,
+    variant: Variant = PLAIN, spans: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The gradients of k and v; stats are those that `fast_dq` returns."""
     xs = (q, k, v, do)
-    plan = _planned(_plan_dkdv, xs, is_causal, tiles)
+    plan = _planned(_plan_dkdv, xs, is_causal, tiles, variant)
     dk, dv = [allocate() for allocate in plan.results]
-    plan.launch(*plan.legible(xs), dk, dv, stats)
+    plan.launch(*plan.legible(xs), dk, dv, stats, *(() if spans is None else (spans,)))
     return dk, dv
 
 
@@ -624,6 +538,31 @@ def fast_backward(q, k, v, o, do, lse, is_causal: bool) -> tuple[Tensor, Tensor,
     xs = (q, k, v, o, do)
     dq, dk, dv = _planned(_plan_backward, xs, is_causal).run(xs, lse.contiguous())
     return dq, dk, dv
+
+
+def variant_forward(q, k, v, sinks, spans, is_causal: bool, variant: Variant, tiles=None) -> tuple[Tensor, Tensor]:
+    """`fast_forward` of a variant, with its sinks and the spans of its documents."""
+    xs, last = (q, k, v), tuple(x for x in (sinks, spans) if x is not None)
+    o, lse = _planned(_plan_forward, xs, is_causal, tiles, variant).run(xs, last=last)
+    return o, lse
+
+
+def variant_backward(
+    q, k, v, o, do, lse, sinks, spans, is_causal: bool, variant: Variant
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The gradients of q, k, v and of the sinks, which is None without sinks.
+
+    A sink's weight in a row is p = exp(sink - lse), and its value is zero.
+    So the derivative of the row's output to the sink is -p times the output: its gradient is the sum of -p (o * do).
+    """
+    xs = (q, k, v, o, do)
+    plan = _planned(_plan_variant_backward, xs, is_causal, variant)
+    dq, dk, dv, *stats = plan.run(xs, lse.contiguous(), last=() if spans is None else (spans,))
+    if sinks is None:
+        return dq, dk, dv, None
+    lse2, along = stats[0].view(2, -1, len(sinks), stats[0].shape[1] // q.shape[:-2].numel())
+    weights = torch.exp2(sinks.float()[:, None] * math.log2(math.e) - lse2)
+    return dq, dk, dv, -(weights * along).sum((0, 2)).to(sinks.dtype)
 
 
 # ---- attention on a joined projection --------------------------------------------------------------------------------
@@ -770,6 +709,41 @@ def _fake_like(x: Tensor) -> Tensor:
     return x.new_empty_strided(x.shape, _strides_like(x))
 
 
+@torch.library.custom_op("workbook::flash_variant_forward", mutates_args=())
+def variant_forward_operator(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, spans: Tensor | None, is_causal: bool,
+    scale: float | None, window: int | None, softcap: float | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`variant_forward` with sinks and the spans of documents."""
+    return variant_forward(q, k, v, sinks, spans, is_causal, check_variant(q, k, scale, window, softcap, sinks, spans))
+
+
+@torch.library.custom_op("workbook::flash_variant_backward", mutates_args=())
+def variant_backward_operator(
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, do: Tensor, lse: Tensor, sinks: Tensor | None, spans: Tensor | None,
+    is_causal: bool, scale: float | None, window: int | None, softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """`variant_backward`; the gradient of absent sinks is an empty tensor."""
+    variant = check_variant(q, k, scale, window, softcap, sinks, spans)
+    *grads, d_sinks = variant_backward(q, k, v, o, do, lse, sinks, spans, is_causal, variant)
+    return *grads, q.new_empty(0) if d_sinks is None else d_sinks
+
+
+@variant_forward_operator.register_fake
+def _(q, k, v, sinks, spans, is_causal, scale, window, softcap):
+    return _fake_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
+
+
+@variant_backward_operator.register_fake
+def _(q, k, v, o, do, lse, sinks, spans, is_causal, scale, window, softcap):
+    return (
+        _fake_like(q),
+        _fake_like(k),
+        _fake_like(v),
+        q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape),
+    )
+
+
 @forward_operator.register_fake
 def _(q, k, v, is_causal):
     return _fake_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
@@ -798,6 +772,7 @@ def _refuse(ctx, *grads):
 
 backward_operator.register_autograd(_refuse)
 joined_backward_operator.register_autograd(_refuse)
+variant_backward_operator.register_autograd(_refuse)
 
 
 def _save(ctx, inputs, output):
@@ -830,7 +805,20 @@ def _differentiate_joined(ctx, do, _):
     return _joined_gradients(ctx, do, joined_backward_operator)
 
 
+def _save_variant(ctx, inputs, output):
+    q, k, v, sinks, spans, *ctx.rest = inputs
+    ctx.save_for_backward(q, k, v, *output, sinks, spans)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _differentiate_variant(ctx, do, _):
+    q, k, v, o, lse, sinks, spans = ctx.saved_tensors
+    *grads, d_sinks = variant_backward_operator(q, k, v, o, do, lse, sinks, spans, *ctx.rest)
+    return *grads, None if sinks is None else d_sinks, *[None] * 5
+
+
 forward_operator.register_autograd(_differentiate, setup_context=_save)
+variant_forward_operator.register_autograd(_differentiate_variant, setup_context=_save_variant)
 joined_forward_operator.register_autograd(_differentiate_joined, setup_context=_save_joined)
 
 
@@ -881,8 +869,31 @@ class EagerJoined(torch.autograd.Function):
         return _joined_gradients(ctx, do, compute)
 
 
+class EagerVariant(torch.autograd.Function):
+    """`Eager` for every `Variant`."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, sinks, spans, is_causal, variant):
+        o, lse = variant_forward(q, k, v, sinks, spans, is_causal, variant)
+        ctx.is_causal, ctx.variant = is_causal, variant
+        ctx.save_for_backward(q, k, v, o, lse, sinks, spans)
+        return o
+
+    @staticmethod
+    def backward(ctx, do):
+        q, k, v, o, lse, sinks, spans = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            rest = ctx.is_causal, *ctx.variant[:3]
+            *grads, d_sinks = variant_backward_operator(q, k, v, o, do, lse, sinks, spans, *rest)
+            return *grads, None if sinks is None else d_sinks, None, None, None
+        grads = variant_backward(q, k, v, o, do, lse, sinks, spans, ctx.is_causal, ctx.variant)
+        return *grads, None, None, None
+
+
 # `Function.apply` asks at every call for transforms of torch.func. `is_watched` has asked already.
-_apply, _apply_joined = (super(torch.autograd.Function, which).apply for which in (Eager, EagerJoined))
+_apply, _apply_joined, _apply_variant = (
+    super(torch.autograd.Function, which).apply for which in (Eager, EagerJoined, EagerVariant)
+)
 
 _capabilities: dict[torch.device, tuple[int, int]] = {}
 
@@ -923,21 +934,59 @@ def is_quickest(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> bool:
 
 
 def flash_attention_fast(
-    q: Float[Tensor, "*lead t d"], k: Float[Tensor, "*lead_kv s d"], v: Float[Tensor, "*lead_kv s d"], is_causal=False
+    q: Float[Tensor, "*lead t d"],
+    k: Float[Tensor, "*lead_kv s d"],
+    v: Float[Tensor, "*lead_kv s d"],
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Float[Tensor, " h"] | None = None,
+    documents: Documents | Int[Tensor, "*b t"] | None = None,
 ) -> Float[Tensor, "*lead t d"]:
     """Attention with gradients where `fits_fast` holds; tensors are read and written in the layout that they have.
 
+    Args:
+        q: Queries ``[..., H, T, D]``.
+        k, v: Keys and values ``[..., G, S, D]``; query head h reads key head ``h // (H / G)``.
+        is_causal: Whether a query sees no key after its own position; the last query is at the last key.
+        scale: Factor of the scores; ``D ** -0.5`` if None.
+        window: How many keys a query sees at most, its own position included;
+            as many after it as before it if not ``is_causal``. Tiles of keys outside are never read.
+        softcap: Scores become ``softcap * tanh(scores * scale / softcap)``, before the mask.
+        sinks: A logit for each query head, ``[H]``, that joins each softmax's denominator: it has no value, is
+            neither scaled nor capped, and gets a gradient.
+        documents: A query sees only keys of its own document: numbers ``[B, T]`` or ``[T]``, of which equal
+            neighbours are one document, or `Documents`, made once for many layers. Needs as many keys as queries.
+
     Raises:
-        ValueError: the shapes, dtypes or devices do not fit.
+        ValueError: the shapes, dtypes or devices do not fit, or an argument's value is not as above.
     """
     if q.ndim > 4:
         check_shapes(q, k, v)
-        flat = flash_attention_fast(q.flatten(0, -4), k.flatten(0, -4), v.flatten(0, -4), is_causal)
-        return flat.unflatten(0, q.shape[:-3])
+        flat = (x.flatten(0, -4) for x in (q, k, v))
+        rest: dict[str, Any] = {
+            "scale": scale,
+            "window": window,
+            "softcap": softcap,
+            "sinks": sinks,
+            "documents": documents,
+        }
+        return flash_attention_fast(*flat, is_causal, **rest).unflatten(0, q.shape[:-3])
+    if scale is window is softcap is sinks is documents is None:
+        if is_watched(q, k, v):
+            check_shapes(q, k, v)
+            return forward_operator(q, k, v, is_causal)[0]
+        return _apply(q, k, v, is_causal)
+    check_shapes(q, k, v)
+    if isinstance(documents, Tensor):
+        documents = Documents.from_ids(documents)
+    spans = None if documents is None else documents.spans.contiguous()
+    variant = check_variant(q, k, scale, window, softcap, sinks, spans)
     if is_watched(q, k, v):
-        check_shapes(q, k, v)
-        return forward_operator(q, k, v, is_causal)[0]
-    return _apply(q, k, v, is_causal)
+        return variant_forward_operator(q, k, v, sinks, spans, is_causal, scale, window, softcap)[0]
+    return _apply_variant(q, k, v, sinks, spans, is_causal, variant)
 
 
 def flash_attention_joined(

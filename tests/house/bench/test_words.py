@@ -25,6 +25,7 @@ WORDS = {
     "low_precision nonsense": r"nonsense: expected some of products, steps, losses, tokens",
     "kernels.flash_short nonsense": r"unknown part nonsense: expected lengths, models",
     "kernels.flash_shapes --only nonsense": r"--only nonsense: no shape has it in its name",
+    "kernels.flash_variants --only nonsense": r"--only nonsense: no case has it in its name",
     "yardstick.compare --models S/9": r"--models: 'S/9': expected some of L/16, ",
     "yardstick.parts --model S/9": r"--model: invalid choice: 'S/9'",
     "serving --only nonsense": r"invalid choice: 'nonsense'",

@@ -46,9 +46,9 @@ def logits_and_gradient(implementation, tokens, device="cpu", dtype=torch.float3
 def test_a_llama_of_transformers_has_the_same_logits(ours, monkeypatch):
     calls = []
 
-    def counted(*args):
+    def counted(*args, **options):
         calls.append(args[0].shape)
-        return flash_attention_fast(*args)
+        return flash_attention_fast(*args, **options)
 
     monkeypatch.setattr(interface, "flash_attention_fast", counted)
     if ours:
@@ -61,9 +61,9 @@ def test_a_llama_of_transformers_has_the_same_logits(ours, monkeypatch):
 @interpreted
 def test_what_the_kernels_do_not_have_goes_to_pytorch(monkeypatch):
     monkeypatch.setattr(interface, "fits_fast", lambda q, k, v, causal: True)
-    monkeypatch.setattr(interface, "flash_attention_fast", lambda *args: pytest.fail("this call has a mask"))
+    monkeypatch.setattr(interface, "flash_attention_fast", lambda *args, **options: pytest.fail("this call has a mask"))
     tokens, mask = torch.randint(64, (2, 9)), torch.ones(2, 9, dtype=torch.long)
-    mask[0, :3] = 0
+    mask[0, 3:5] = 0  # real tokens on both sides
     padded = [logits_and_gradient(name, tokens, attention_mask=mask)[0][1] for name in ("workbook", "sdpa")]
     torch.testing.assert_close(*padded)
 
@@ -195,7 +195,7 @@ def test_the_bias_of_a_joined_projection_gets_its_gradient_compiled_or_not(causa
         torch.compile(flash_attention_joined, backend="aot_eager", fullgraph=True),
     ):
         d_x, d_bias = torch.autograd.grad(attend(projected, 3, causal, bias), (projected, bias), grad)
-        torch.testing.assert_close(d_bias, wanted, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(d_bias, wanted, atol=3e-5, rtol=1e-4)  # its zeros for the keys are sums
         torch.testing.assert_close(d_bias, d_x.sum((0, 1)).flatten(), atol=1e-5, rtol=1e-4)
         assert torch.equal(d_bias[36:48], torch.zeros(12))  # of the keys
 
