@@ -47,8 +47,8 @@ def draw_timetable(ax: Axes, items: Sequence[Work | Message]) -> None:
     for n, (name, sender, receiver) in enumerate(messages, 1):
         down = receiver - sender  # 1 or -1; two messages that pass each other lie side by side
         time, colour = ends[name[0], name[2], sender] - 0.07 * down, KINDS[name[0]]
-        ends_at = {"xy": (time, receiver - 0.24 * down), "xytext": (time, sender + 0.24 * down)}
-        ax.annotate("", **ends_at, arrowprops={"arrowstyle": "-|>", "color": colour})
+        tail, tip = (time, sender + 0.24 * down), (time, receiver - 0.24 * down)
+        ax.annotate("", tip, tail, arrowprops={"arrowstyle": "-|>", "color": colour})
         side = "right" if down > 0 else "left"
         ax.text(time - 0.1 * down, 0.5, str(n), ha=side, va="center", fontsize=8.5, color=colour)
     ax.set(ylabel="rank", title=f"one timetable: both ranks go through messages 1 to {len(messages)} in this order")
