@@ -31,13 +31,14 @@ def parts(config: LlamaConfig = LLAMA_2_7B, length: int = 4096, n_ranks: int = 2
     scores = config.n_heads // n_ranks * length**2 * BYTES
     heads = [f"heads {h[0]} to {h[-1]}" for h in torch.arange(config.n_heads).chunk(n_ranks)]
     columns, rows = ([f"{what} of rank {rank}" for rank in range(n_ranks)] for what in ("columns", "rows"))
-    whole, total, share = ["all of it"] * n_ranks, ["the ranks' parts are added"], stream // n_ranks
+    whole, total = ["all of it"] * n_ranks, ["the ranks' parts are added"]
+    share, keys = stream // n_ranks, stream * config.n_kv_heads // config.n_heads // n_ranks
     flash = f"FlashAttention (15): {megabytes(scores)} of scores never leave the chip"
     tiles, one_pass, ring = "matmul in tiles (14)", "RMSNorm in one pass (14)", "ring (9), placed by chapter 13"
     return [
         Part("norm", "whole", whole, one_pass, held["attention_norm"], stream),
-        Part("Q, K, V", "share", heads, tiles, held["wq"] + held["wk"] + held["wv"], 3 * share),
-        Part("rotate Q, K", "share", heads, "RoPE (2)", 0, 2 * share),
+        Part("Q, K, V", "share", heads, tiles, held["wq"] + held["wk"] + held["wv"], share + 2 * keys),
+        Part("rotate Q, K", "share", heads, "RoPE (2)", 0, share + keys),
         Part("attention", "share", heads, flash, 0, share),
         Part("output", "share", rows, tiles, held["wo"], stream),
         Part("all-reduce", "sum", total, ring, 0, 0, sent),

@@ -30,6 +30,7 @@ def chosen(doctree: nodes.document, wanted: Collection[str]) -> Picture | None:
 
     A figure is the last picture before its caption.
     """
+    places = {nodes.make_id(label) for label in wanted}  # as Sphinx writes a label into a page
     pictures, last = dict[str, Picture](), None
     for node in doctree.findall():
         if isinstance(node, nodes.raw) and (found := FIGURE.search(node.astext())):
@@ -37,7 +38,7 @@ def chosen(doctree: nodes.document, wanted: Collection[str]) -> Picture | None:
         elif last and isinstance(node, nodes.paragraph) and "workbook-caption" in node["classes"]:
             pictures.update(dict.fromkeys(node["ids"], last))
             last = None
-    return next((pictures[label] for label in pictures if label in wanted), next(iter(pictures.values()), None))
+    return next((pictures[place] for place in pictures if place in places), next(iter(pictures.values()), None))
 
 
 def card(figure: bytes, title: str, book: str) -> bytes:

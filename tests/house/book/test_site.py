@@ -15,13 +15,10 @@ from pathlib import Path
 import jupytext
 import pytest
 import yaml
-from docutils import nodes
-from docutils.utils import new_document
 from PIL import Image
 
 from lib.workbook.book.catalog import ROOT, BookError, all_exercises, chapters, pages, routes
 from lib.workbook.book.front import citation
-from lib.workbook.tools import previews
 from lib.workbook.tools import site as sites
 from lib.workbook.tools.tryit import assets
 from tests.house.browsing import chromium, missing, record_faults, served
@@ -287,26 +284,33 @@ def figures_of(text: str) -> dict[str, str]:
     return found
 
 
-def page_with_figures(*labels: str) -> nodes.document:
+def page_with_figures(*labels: str):
     """A page whose figures have their labels as alternative texts; the bytes of each are the label's, too."""
+    from docutils import nodes
+    from docutils.utils import new_document
+
     page = new_document("page")
     for label in labels:
         data = base64.b64encode(label.encode()).decode()
         figure = f'<img class="workbook-figure" src="data:image/png;base64,{data}" alt="{label} &amp; more" style="">'
         page += nodes.raw("", figure, format="html")
-        page += nodes.paragraph("", "Figure.", classes=["workbook-caption"], ids=[label])
+        page += nodes.paragraph("", "Figure.", classes=["workbook-caption"], ids=[nodes.make_id(label)])
     return page
 
 
 def test_a_preview_is_the_chosen_figure_or_the_first():
-    page = page_with_figures("fig-a-one", "fig-a-two")
-    assert previews.chosen(page, ["fig-b-one", "fig-a-two"]) == previews.Picture(b"fig-a-two", "fig-a-two & more")
-    assert previews.chosen(page, []) == previews.Picture(b"fig-a-one", "fig-a-one & more")
-    assert previews.chosen(page_with_figures(), ["fig-a-one"]) is None
+    from lib.workbook.tools.previews import Picture, chosen
+
+    page = page_with_figures("fig-a_b-one", "fig-a_b-two")
+    assert chosen(page, ["fig-c-one", "fig-a_b-two"]) == Picture(b"fig-a_b-two", "fig-a_b-two & more")
+    assert chosen(page, []) == Picture(b"fig-a_b-one", "fig-a_b-one & more")
+    assert chosen(page_with_figures(), ["fig-a_b-one"]) is None
 
 
 @pytest.mark.parametrize("size", [(30, 200), (2000, 90), (400, 300)])
 def test_a_preview_shows_all_of_its_figure_at_the_size_that_it_says(size):
+    from lib.workbook.tools import previews
+
     file = io.BytesIO()
     Image.new("RGBA", size, "#d55e00").save(file, format="PNG")
     title = "A title that is far too long for one line of a preview, and so is written in smaller letters"

@@ -83,14 +83,18 @@ def test_a_step_returns_the_kept_drafts_and_one_token_more():
 def test_the_picture_of_the_whole_agrees_with_the_model():
     from lib.demos.block import parts
 
-    whole, (half, *_) = parts(TINY, length=8, n_ranks=1), [parts(TINY, length=8, n_ranks=2)]
-    n_weights = 4 * TINY.dim**2 + 3 * TINY.dim * TINY.hidden_dim + 2 * TINY.dim
+    whole, half = (parts(TINY, length=8, n_ranks=n) for n in (1, 2))
+    keys = TINY.dim * TINY.n_kv_heads // TINY.n_heads
+    n_weights = 2 * TINY.dim**2 + 2 * TINY.dim * keys + 3 * TINY.dim * TINY.hidden_dim + 2 * TINY.dim
     assert sum(part.holds for part in whole) == 2 * n_weights
     assert sum(part.holds for part in half) == 2 * (n_weights + 2 * TINY.dim) // 2  # the norms are on both ranks
     stream = 8 * TINY.dim * 2
     assert [part.sends for part in half if part.on == "sum"] == [stream, stream]
     assert [part.sends for part in whole if part.on == "sum"] == [0, 0]
-    assert {part.name: part.writes for part in half}["attention"] == stream // 2
+    written = {part.name: part.writes for part in half}
+    assert written["Q, K, V"] == (stream + 2 * 8 * keys * 2) // 2
+    assert written["attention"] == stream // 2
+    assert written["gate, up"] == 2 * written["SiLU(gate) × up"] == 2 * (8 * TINY.hidden_dim * 2) // 2
 
 
 def test_the_picture_of_the_whole_has_a_box_for_each_rank_and_bars_to_scale():
