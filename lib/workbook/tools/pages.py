@@ -8,6 +8,7 @@ from urllib.parse import urljoin
 from docutils import nodes
 from sphinx.writers.html5 import HTML5Translator
 
+from lib.workbook.book.front import repository
 from lib.workbook.tools import previews
 from lib.workbook.tools.opening import add_opening
 from lib.workbook.tools.site import write_if_new
@@ -20,10 +21,11 @@ PREVIEW = "_static/preview.png"
 """What a link to a page without figures shows."""
 PREVIEW_ALT = "Six drawings: tokens, attention, training, many devices, tiles on a chip, a cluster."
 COLAB = """import sys
+from pathlib import Path
 
-if "google.colab" in sys.modules:  # on Colab: fetch the book and install it; elsewhere nothing happens
-    !git clone -q https://github.com/scaling-workbook/scaling-workbook && pip install -q ./scaling-workbook
-    %cd scaling-workbook"""
+if "google.colab" in sys.modules and not Path("book.yml").exists():  # on Colab: fetch the book and install it, once
+    !git clone -q {source} book && pip install -q ./book
+    %cd book"""
 
 
 def connect(app) -> None:
@@ -188,7 +190,7 @@ def notebook(source: Path) -> str:
 
     found = jupytext.read(source)
     if not any("google.colab" in cell["source"] for cell in found.cells):
-        cell = new_code_cell(COLAB, metadata={"jupyter": {"source_hidden": True}})
+        cell = new_code_cell(COLAB.format(source=repository()), metadata={"jupyter": {"source_hidden": True}})
         code = (i for i, other in enumerate(found.cells) if other["cell_type"] == "code")
         if (first := next(code, None)) is not None:
             found.cells.insert(first, cell)

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jupytext
 import pytest
@@ -18,7 +19,7 @@ import yaml
 from PIL import Image
 
 from lib.workbook.book.catalog import ROOT, BookError, all_exercises, chapters, pages, routes
-from lib.workbook.book.front import citation
+from lib.workbook.book.front import citation, repository
 from lib.workbook.tools import site as sites
 from lib.workbook.tools.tryit import assets
 from tests.house.browsing import chromium, missing, record_faults, served
@@ -271,6 +272,26 @@ def test_the_preview_is_as_large_as_it_says():
     assert [int.from_bytes(header[i : i + 4], "big") for i in (16, 20)] == [1200, 630]
 
 
+@pytest.mark.parametrize(("on_colab", "has_book"), [(True, False), (True, True), (False, False)])
+def test_the_first_cell_installs_the_book_on_colab_once(monkeypatch, tmp_path, on_colab, has_book):
+    from IPython.core.inputtransformer2 import TransformerManager
+
+    page_tools = pytest.importorskip("lib.workbook.tools.pages")
+    done = []
+    shell = SimpleNamespace(system=done.append, run_line_magic=lambda name, line: done.append(f"%{name} {line}"))
+    first = next(
+        c for c in json.loads(page_tools.notebook(chapters()["rope"].path))["cells"] if c["cell_type"] == "code"
+    )
+    monkeypatch.chdir(tmp_path)
+    if on_colab:
+        monkeypatch.setitem(sys.modules, "google.colab", SimpleNamespace())
+    if has_book:
+        (tmp_path / "book.yml").touch()
+    exec(TransformerManager().transform_cell("".join(first["source"])), {"get_ipython": lambda: shell})
+    expected = [f"git clone -q {repository()} book && pip install -q ./book", "%cd book"]
+    assert done == (expected if on_colab and not has_book else [])
+
+
 def figures_of(text: str) -> dict[str, str]:
     """The alternative text of each captioned picture of a built page, by the caption's label."""
     marks = re.findall(
@@ -299,18 +320,16 @@ def page_with_figures(*labels: str):
 
 
 def test_a_preview_is_the_chosen_figure_or_the_first():
-    from lib.workbook.tools.previews import Picture, chosen
-
+    previews = pytest.importorskip("lib.workbook.tools.previews")
     page = page_with_figures("fig-a_b-one", "fig-a_b-two")
-    assert chosen(page, ["fig-c-one", "fig-a_b-two"]) == Picture(b"fig-a_b-two", "fig-a_b-two & more")
-    assert chosen(page, []) == Picture(b"fig-a_b-one", "fig-a_b-one & more")
-    assert chosen(page_with_figures(), ["fig-a_b-one"]) is None
+    assert previews.chosen(page, ["fig-c-one", "fig-a_b-two"]) == previews.Picture(b"fig-a_b-two", "fig-a_b-two & more")
+    assert previews.chosen(page, []) == previews.Picture(b"fig-a_b-one", "fig-a_b-one & more")
+    assert previews.chosen(page_with_figures(), ["fig-a_b-one"]) is None
 
 
 @pytest.mark.parametrize("size", [(30, 200), (2000, 90), (400, 300)])
 def test_a_preview_shows_all_of_its_figure_at_the_size_that_it_says(size):
-    from lib.workbook.tools import previews
-
+    previews = pytest.importorskip("lib.workbook.tools.previews")
     file = io.BytesIO()
     Image.new("RGBA", size, "#d55e00").save(file, format="PNG")
     title = "A title that is far too long for one line of a preview, and so is written in smaller letters"
