@@ -37,7 +37,7 @@ KINDS = {"holds": PURPLE, "writes": GOLD, "sends": GREEN}
 
 STYLE = f"""<style>
 .workbook-block {{display: grid; gap: .3rem .8rem; align-items: center; margin: 1rem 0; line-height: 1.25;
-  grid-template-columns: 1.2rem minmax(15rem, 1.1fr) minmax(8rem, .9fr) minmax(10rem, 1fr); font-size: .88em}}
+  grid-template-columns: 1.2rem minmax(15rem, 1.4fr) minmax(7rem, .8fr) minmax(10rem, 1fr); font-size: .85em}}
 .workbook-block > div {{min-width: 0}}
 .workbook-block .rail {{align-self: stretch; position: relative; border-left: 3px solid {GREY};
   margin: -.3rem 0 -.3rem .5rem}}
@@ -47,7 +47,7 @@ STYLE = f"""<style>
 .workbook-block .ranks {{display: flex; gap: .3rem}}
 .workbook-block .ranks span {{flex: 1; padding: .3rem .4rem; border: 1px solid {GREY}; border-radius: .3rem;
   text-align: center; overflow-wrap: anywhere}}
-.workbook-block .ranks small {{display: block}}
+.workbook-block .ranks small {{display: block; font-size: .82em}}
 .workbook-block .bytes i {{display: block; height: .35rem; border-radius: .1rem}}
 .workbook-block .head {{color: var(--pst-color-text-muted, {GREY})}}
 @media (max-width: 700px) {{
