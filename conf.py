@@ -13,7 +13,8 @@ import yaml  # noqa: E402
 from lib.workbook.tools import pages, site  # noqa: E402
 from lib.workbook.tools.tryit import assets  # noqa: E402
 
-book = yaml.safe_load((HERE / "book.yml").read_text(encoding="utf-8"))["project"]
+settings = yaml.safe_load((HERE / "book.yml").read_text(encoding="utf-8"))
+book = settings["project"]
 mathjax = Path(find_spec("sphinx-mathjax-offline").submodule_search_locations[0], "static/mathjax/tex-svg.js")
 
 project = book["title"]
@@ -92,6 +93,7 @@ togglebutton_hint_hide = "Hide"
 def setup(app):
     app.add_config_value("workbook_code", code, "env")
     app.add_config_value("workbook_subtitle", book["subtitle"], "html")
+    app.add_config_value("workbook_previews", settings["previews"], "html")
     pages.connect(app)
     site.read_definition_lists(app)
     site.share_pages(app)

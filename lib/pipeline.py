@@ -82,7 +82,7 @@ def interleaved_schedule(stage: int, n_stages: int, n_micro: int, n_chunks: int)
     Args:
         stage, n_stages, n_micro, n_chunks: As in ``gpipe_schedule``;
             ``n_chunks`` is the number of chunks on each stage.
-            Chunk c of stage s is layer group ``c * n_stages + s``.
+            Chunk c of stage s is virtual stage ``c * n_stages + s``.
 
     Returns:
         ``2 * n_micro * n_chunks`` actions.
@@ -120,18 +120,47 @@ def zero_bubble_schedule(stage: int, n_stages: int, n_micro: int) -> list[Action
     raise NotImplementedError("Exercise 17.5: write zero_bubble_schedule")
 
 
+class DeferredLinear(nn.Module):
+    """A linear layer with a backward in two parts. (Exercise 17.6)
+
+    Size: 35 minutes, difficulty 4, core.
+
+    Attributes:
+        weight, bias: Those of the ``nn.Linear`` that it replaces: the
+            same ``nn.Parameter`` objects, no copies; ``bias`` may be None.
+        pending: A deque with an entry for each backward whose
+            weight gradients have not been computed yet, oldest first.
+
+    Autograd's backward computes the gradient of the input, and leaves
+    ``weight.grad`` and ``bias.grad`` alone, even if the input needs no gradient.
+    It also works under autocast.
+    """
+
+    def __init__(self, linear: nn.Linear):
+        super().__init__()
+        raise NotImplementedError("Exercise 17.6: write DeferredLinear.__init__")
+
+    def forward(self, x: Float[Tensor, "... c"]) -> Float[Tensor, "... f"]:
+        """From ``[..., C]`` to ``[..., F]``, as ``nn.Linear`` computes it."""
+        raise NotImplementedError("Exercise 17.6: write DeferredLinear.forward")
+
+    def backward_weights(self) -> None:
+        """Add to ``.grad`` what ``nn.Linear`` would have added in the oldest pending
+        backward, and release what was kept for it; a RuntimeError if none is pending."""
+        raise NotImplementedError("Exercise 17.6: write DeferredLinear.backward_weights")
+
+
 def simulate(
     schedules: Sequence[Sequence[Action]], durations: Mapping[str, float] | Sequence[Mapping[str, float]]
 ) -> list[Work]:
-    """When each stage runs each of its actions, if messages take no time. (Exercise 17.6)
+    """When each stage runs each of its actions, if messages take no time. (Exercise 17.7)
 
     Size: 45 minutes, difficulty 4, core.
 
     A stage runs its list in order, each action as soon as the stage is free and what the action needs has ended.
-    With R stages, chunk c of stage s is layer group
-    ``g = c * R + s``.
-    For each micro-batch, "F" of group g needs "F" of group g - 1; "B" needs "F"
-    of the same group and "B" of group g + 1; "W" needs "B" of the same group.
+    With R stages, chunk c of stage s is virtual stage ``g = c * R + s``.
+    For each micro-batch, "F" of virtual stage g needs "F" of g - 1.
+    "B" of g needs "F" of g and "B" of g + 1; "W" of g needs "B" of g.
 
     Args:
         schedules, durations: The actions of each stage; seconds of each kind of action,
@@ -144,11 +173,11 @@ def simulate(
         ValueError: The stages can never complete their lists. Of the stages that are stuck, the message names the one
             that has waited longest and its action, and the action that it waits for, with the stage of that action.
     """
-    raise NotImplementedError("Exercise 17.6: write simulate")
+    raise NotImplementedError("Exercise 17.7: write simulate")
 
 
 def checkpoint(function: Callable, *args):
-    """Call a function, keep only its inputs, and compute the rest again when backward needs it. (Exercise 17.7)
+    """Call a function, keep only its inputs, and compute the rest again when backward needs it. (Exercise 17.8)
 
     Size: 50 minutes, difficulty 5, core.
 
@@ -173,41 +202,11 @@ def checkpoint(function: Callable, *args):
 
     Source: Chen and others (arXiv:1604.06174), section 4; ``torch.utils.checkpoint`` with ``use_reentrant=False``.
     """
-    raise NotImplementedError("Exercise 17.7: write checkpoint")
-
-
-class DeferredLinear(nn.Module):
-    """A linear layer with a backward in two parts. (Exercise 17.8)
-
-    Size: 35 minutes, difficulty 4, core.
-
-    Attributes:
-        weight, bias: Those of the ``nn.Linear`` that it replaces: the
-            same ``nn.Parameter`` objects, no copies; ``bias`` may be None.
-        pending: A deque with an entry for each backward whose
-            weight gradients have not been computed yet, oldest first.
-
-    Autograd's backward computes the gradient of the input, and leaves
-    ``weight.grad`` and ``bias.grad`` alone, even if the input needs no gradient.
-    It also works under autocast.
-    """
-
-    def __init__(self, linear: nn.Linear):
-        super().__init__()
-        raise NotImplementedError("Exercise 17.8: write DeferredLinear.__init__")
-
-    def forward(self, x: Float[Tensor, "... c"]) -> Float[Tensor, "... f"]:
-        """From ``[..., C]`` to ``[..., F]``, as ``nn.Linear`` computes it."""
-        raise NotImplementedError("Exercise 17.8: write DeferredLinear.forward")
-
-    def backward_weights(self) -> None:
-        """Add to ``.grad`` what ``nn.Linear`` would have added in the oldest pending
-        backward, and release what was kept for it; a RuntimeError if none is pending."""
-        raise NotImplementedError("Exercise 17.8: write DeferredLinear.backward_weights")
+    raise NotImplementedError("Exercise 17.8: write checkpoint")
 
 
 class PipelineStage(nn.Module):
-    """A group of layers on one rank: forward and backward of one micro-batch at a time, in any order. (Exercise 17.9)
+    """One chunk of layers on one rank: forward and backward of one micro-batch at a time, in any order. (Exercise 17.9)
 
     Size: 45 minutes, difficulty 4, core.
 
@@ -215,8 +214,9 @@ class PipelineStage(nn.Module):
 
     Args:
         module: The layers. They take one tensor and return one.
-        stage, n_stages, group: Index of this layer group, ``c * R + s`` for chunk c of stage
-            s; number of layer groups, R times the chunks of a stage; the R ranks, None for all.
+        stage: Index of this virtual stage: ``c * R + s`` for chunk c of rank s of R.
+        n_stages: Number of virtual stages: R times the chunks of a rank.
+        group: The process group of the R ranks; None means all ranks.
 
     Raises:
         ValueError: ``stage`` is not in ``range(n_stages)``; the message names both.
@@ -254,17 +254,43 @@ class PipelineStage(nn.Module):
         raise NotImplementedError("Exercise 17.9: write PipelineStage.backward_weights")
 
 
+def timetable(works: Sequence[Work], n_stages: int) -> list[Work | Message]:
+    """Everything that happens in a step, actions and messages, in one order that all ranks can follow. (Exercise 17.10)
+
+    Size: 25 minutes, difficulty 3, core.
+
+    A ``Work(stage, micro_batch, kind, start, end, chunk)`` is an action with its times.
+    A ``Message(name, sender, receiver)`` is a tensor that goes from one stage to another.
+
+    Args:
+        works: What ``simulate`` returns for the schedules of all stages.
+        n_stages: Number R of stages.
+            Chunk c of stage s is virtual stage ``c * R + s``.
+
+    Returns:
+        All ``works`` as they are, and one ``Message`` for each tensor that another virtual stage needs.
+        An "F" makes one for the next virtual stage, a "B" one for the previous one, and a "W" none.
+        The last virtual stage's "F" and the first one's "B" make none, either.
+        A message's name is ``(kind, g, micro_batch)``: the kind and micro-batch of the work that makes it, and the
+        virtual stage g that needs it.
+        Its sender is the stage of that work, and its receiver is stage ``g % R``, even if they are the same stage.
+        The list is in ascending order of time: a work counts at its start, a message at the end of its work.
+        At the same time messages come before works.
+        Works of the same time keep their order in ``works``, and messages that of the works that make them.
+    """
+    raise NotImplementedError("Exercise 17.10: write timetable")
+
+
 def run_schedule(
     stages: Sequence[PipelineStage], schedule: Sequence[Action], micro_inputs: Sequence[Tensor],
     micro_targets: Sequence[Tensor], loss_function: Callable, group: dist.ProcessGroup | None = None
 ) -> Float[Tensor, ""]:  # fmt: skip
-    """Run this rank's schedule for one batch, and exchange activations and gradients with the other ranks. (Exercise 17.10)
+    """Run this rank's schedule for one batch, and exchange activations and gradients with the other ranks. (Exercise 17.11)
 
     Size: 45 minutes, difficulty 5, core.
 
     Args:
-        stages, group: This rank's chunks in order; chunk c of rank s of R is layer group ``c * R + s``.
-            The R ranks; None means the stages' ``group``.
+        stages: This rank's chunks in order; chunk c of rank s of R is virtual stage ``c * R + s``.
         schedule: This rank's actions.
             Any list is valid that has one "F" and one "B" for each chunk
             and micro-batch, optionally a "W" somewhere after a "B", and
@@ -274,6 +300,7 @@ def run_schedule(
             sizes; a stage's outputs for two micro-batches of one shape have one shape too.
         loss_function: ``loss_function(output, targets)`` returns the mean
             loss of a micro-batch; ``MeanLoss`` weights it by its targets.
+        group: The process group of the R ranks; None means the ``group`` of the stages.
 
     Returns:
         On the last rank the mean loss over all targets, detached; on the others a zero.
@@ -285,7 +312,7 @@ def run_schedule(
         RuntimeError: Another rank raised an exception; the message has its text. That rank raises the exception itself.
 
     Cost: one message with each activation and one with each gradient
-    between neighbouring layer groups, none between chunks of one rank.
+    between neighbouring virtual stages, none between chunks of one rank.
     It never deadlocks, whatever the backend buffers.
     """
-    raise NotImplementedError("Exercise 17.10: write run_schedule")
+    raise NotImplementedError("Exercise 17.11: write run_schedule")

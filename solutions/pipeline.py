@@ -107,7 +107,7 @@ def interleaved_schedule(stage: int, n_stages: int, n_micro: int, n_chunks: int)
     Args:
         stage, n_stages, n_micro, n_chunks: As in ``gpipe_schedule``;
             ``n_chunks`` is the number of chunks on each stage.
-            Chunk c of stage s is layer group ``c * n_stages + s``.
+            Chunk c of stage s is virtual stage ``c * n_stages + s``.
 
     Returns:
         ``2 * n_micro * n_chunks`` actions.
@@ -154,120 +154,6 @@ def zero_bubble_schedule(stage: int, n_stages: int, n_micro: int) -> list[Action
     later = {Action("B", m): [Action("W", m - stage)] for m in range(stage, n_micro)}
     rest = [Action("W", m) for m in range(max(0, n_micro - stage), n_micro)]
     return [each for action in order for each in (action, *later.get(action, []))] + rest
-    ### END SOLUTION
-
-
-### BEGIN SOLUTION
-def _needs(kind: str, group: int, m: int, n_groups: int) -> list[tuple[str, int, int]]:
-    """What must have ended before an action can start, each as kind, layer group and micro-batch."""
-    needs = {"F": [("F", group - 1, m)], "B": [("F", group, m), ("B", group + 1, m)], "W": [("B", group, m)]}
-    return [need for need in needs[kind] if 0 <= need[1] < n_groups]
-
-
-### END SOLUTION
-def simulate(
-    schedules: Sequence[Sequence[Action]], durations: Mapping[str, float] | Sequence[Mapping[str, float]]
-) -> list[Work]:
-    """When each stage runs each of its actions, if messages take no time. (Exercise)
-
-    Size: 45 minutes, difficulty 4, core.
-
-    A stage runs its list in order, each action as soon as the stage is free and what the action needs has ended.
-    With R stages, chunk c of stage s is layer group
-    ``g = c * R + s``.
-    For each micro-batch, "F" of group g needs "F" of group g - 1; "B" needs "F"
-    of the same group and "B" of group g + 1; "W" needs "B" of the same group.
-
-    Args:
-        schedules, durations: The actions of each stage; seconds of each kind of action,
-            above 0: one mapping for all stages, or a sequence with one for each stage.
-
-    Returns:
-        A ``Work`` for each action, in ascending order of start, then of stage.
-
-    Raises:
-        ValueError: The stages can never complete their lists. Of the stages that are stuck, the message names the one
-            that has waited longest and its action, and the action that it waits for, with the stage of that action.
-    """
-    ### BEGIN SOLUTION
-    n, n_chunks = len(schedules), 1 + max((action.chunk for actions in schedules for action in actions), default=0)
-    seconds = [durations] * n if isinstance(durations, Mapping) else durations
-    todo, free, works = [deque(actions) for actions in schedules], [0.0] * n, list[Work]()
-    ends: dict[tuple[str, int, int], float] = {}
-    while waiting := [stage for stage in range(n) if todo[stage]]:
-        stuck = dict[int, tuple[str, int, int]]()
-        for stage in waiting:
-            a = todo[stage][0]
-            needs = _needs(a.kind, a.chunk * n + stage, a.micro_batch, n * n_chunks)
-            if missing := [need for need in needs if need not in ends]:
-                stuck[stage] = missing[0]
-                continue
-            start = max([free[stage], *(ends[need] for need in needs)])
-            free[stage] = ends[a.kind, a.chunk * n + stage, a.micro_batch] = start + seconds[stage][a.kind]
-            works.append(Work(stage, a.micro_batch, a.kind, start, free[stage], a.chunk))
-            todo[stage].popleft()
-        if len(stuck) == len(waiting):
-            stage = min(stuck, key=lambda s: free[s])
-            kind, group, m = stuck[stage]
-            need = f"{Action(kind, m, group // n)} on stage {group % n}"
-            raise ValueError(f"stage {stage} is stuck for ever at {todo[stage][0]}, which waits for {need}")
-    return sorted(works, key=lambda work: (work.start, work.stage))
-    ### END SOLUTION
-
-
-def checkpoint(function: Callable, *args):
-    """Call a function, keep only its inputs, and compute the rest again when backward needs it. (Exercise)
-
-    Size: 50 minutes, difficulty 5, core.
-
-    Args:
-        function, *args: Called as ``function(*args)``; may use
-            parameters, draw random numbers, call ``checkpoint``.
-            Arguments may be anything; tensors may require gradients or not.
-
-    Returns:
-        What ``function`` returns, with the values and gradients of a plain call.
-        The graph saves the tensors among ``args`` and nothing else; ``keep_in_graph`` saves
-        them so that an enclosing ``checkpoint`` can drop even these. Without gradients it is a plain call.
-
-    When backward asks for the first saved tensor, the function runs again, with
-    gradients enabled and under the random states and the autocast of the first run
-    (``conditions_of``).
-    The second run ends as soon as all tensors that the first
-    one saved are there again; backward uses each and drops it.
-
-    Raises:
-        RuntimeError: In backward, if the second run saves fewer tensors than the first; the message names both numbers.
-
-    Source: Chen and others (arXiv:1604.06174), section 4; ``torch.utils.checkpoint`` with ``use_reentrant=False``.
-    """
-    ### BEGIN SOLUTION
-    inputs = keep_in_graph(args)
-    if inputs is None:
-        return function(*args)
-    same_conditions, saved, again = conditions_of(args), list[int](), dict[int, Tensor]()
-
-    def drop(tensor: Tensor) -> int:
-        saved.append(len(saved))
-        return saved[-1]
-
-    def catch(tensor: Tensor) -> Tensor:
-        again[len(again)] = tensor.detach()
-        if len(again) == len(saved):
-            raise Enough
-        return tensor.detach()
-
-    def restore(index: int) -> Tensor:
-        if index not in again:
-            again.clear()
-            with suppress(Enough), same_conditions(), torch.enable_grad(), saved_tensors_hooks(catch, lambda t: t):
-                function(*inputs())
-            if len(again) < len(saved):
-                raise RuntimeError(f"the first run saved {len(saved)} tensors, the second only {len(again)}")
-        return again.pop(index)
-
-    with saved_tensors_hooks(drop, restore):
-        return function(*args)
     ### END SOLUTION
 
 
@@ -330,8 +216,121 @@ class DeferredLinear(nn.Module):
         ### END SOLUTION
 
 
+### BEGIN SOLUTION
+def _needs(kind: str, g: int, m: int, n_virtual: int) -> list[tuple[str, int, int]]:
+    """What must have ended before an action can start, each as kind, virtual stage and micro-batch."""
+    needs = {"F": [("F", g - 1, m)], "B": [("F", g, m), ("B", g + 1, m)], "W": [("B", g, m)]}
+    return [need for need in needs[kind] if 0 <= need[1] < n_virtual]
+
+
+### END SOLUTION
+def simulate(
+    schedules: Sequence[Sequence[Action]], durations: Mapping[str, float] | Sequence[Mapping[str, float]]
+) -> list[Work]:
+    """When each stage runs each of its actions, if messages take no time. (Exercise)
+
+    Size: 45 minutes, difficulty 4, core.
+
+    A stage runs its list in order, each action as soon as the stage is free and what the action needs has ended.
+    With R stages, chunk c of stage s is virtual stage ``g = c * R + s``.
+    For each micro-batch, "F" of virtual stage g needs "F" of g - 1.
+    "B" of g needs "F" of g and "B" of g + 1; "W" of g needs "B" of g.
+
+    Args:
+        schedules, durations: The actions of each stage; seconds of each kind of action,
+            above 0: one mapping for all stages, or a sequence with one for each stage.
+
+    Returns:
+        A ``Work`` for each action, in ascending order of start, then of stage.
+
+    Raises:
+        ValueError: The stages can never complete their lists. Of the stages that are stuck, the message names the one
+            that has waited longest and its action, and the action that it waits for, with the stage of that action.
+    """
+    ### BEGIN SOLUTION
+    n, n_chunks = len(schedules), 1 + max((action.chunk for actions in schedules for action in actions), default=0)
+    seconds = [durations] * n if isinstance(durations, Mapping) else durations
+    todo, free, works = [deque(actions) for actions in schedules], [0.0] * n, list[Work]()
+    ends: dict[tuple[str, int, int], float] = {}
+    while waiting := [stage for stage in range(n) if todo[stage]]:
+        stuck = dict[int, tuple[str, int, int]]()
+        for stage in waiting:
+            a = todo[stage][0]
+            needs = _needs(a.kind, a.chunk * n + stage, a.micro_batch, n * n_chunks)
+            if missing := [need for need in needs if need not in ends]:
+                stuck[stage] = missing[0]
+                continue
+            start = max([free[stage], *(ends[need] for need in needs)])
+            free[stage] = ends[a.kind, a.chunk * n + stage, a.micro_batch] = start + seconds[stage][a.kind]
+            works.append(Work(stage, a.micro_batch, a.kind, start, free[stage], a.chunk))
+            todo[stage].popleft()
+        if len(stuck) == len(waiting):
+            stage = min(stuck, key=lambda s: free[s])
+            kind, g, m = stuck[stage]
+            need = f"{Action(kind, m, g // n)} on stage {g % n}"
+            raise ValueError(f"stage {stage} is stuck for ever at {todo[stage][0]}, which waits for {need}")
+    return sorted(works, key=lambda work: (work.start, work.stage))
+    ### END SOLUTION
+
+
+def checkpoint(function: Callable, *args):
+    """Call a function, keep only its inputs, and compute the rest again when backward needs it. (Exercise)
+
+    Size: 50 minutes, difficulty 5, core.
+
+    Args:
+        function, *args: Called as ``function(*args)``; may use
+            parameters, draw random numbers, call ``checkpoint``.
+            Arguments may be anything; tensors may require gradients or not.
+
+    Returns:
+        What ``function`` returns, with the values and gradients of a plain call.
+        The graph saves the tensors among ``args`` and nothing else; ``keep_in_graph`` saves
+        them so that an enclosing ``checkpoint`` can drop even these. Without gradients it is a plain call.
+
+    When backward asks for the first saved tensor, the function runs again, with
+    gradients enabled and under the random states and the autocast of the first run
+    (``conditions_of``).
+    The second run ends as soon as all tensors that the first
+    one saved are there again; backward uses each and drops it.
+
+    Raises:
+        RuntimeError: In backward, if the second run saves fewer tensors than the first; the message names both numbers.
+
+    Source: Chen and others (arXiv:1604.06174), section 4; ``torch.utils.checkpoint`` with ``use_reentrant=False``.
+    """
+    ### BEGIN SOLUTION
+    inputs = keep_in_graph(args)
+    if inputs is None:
+        return function(*args)
+    same_conditions, saved, again = conditions_of(args), list[int](), dict[int, Tensor]()
+
+    def drop(tensor: Tensor) -> int:
+        saved.append(len(saved))
+        return saved[-1]
+
+    def catch(tensor: Tensor) -> Tensor:
+        again[len(again)] = tensor.detach()
+        if len(again) == len(saved):
+            raise Enough
+        return tensor.detach()
+
+    def restore(index: int) -> Tensor:
+        if index not in again:
+            again.clear()
+            with suppress(Enough), same_conditions(), torch.enable_grad(), saved_tensors_hooks(catch, lambda t: t):
+                function(*inputs())
+            if len(again) < len(saved):
+                raise RuntimeError(f"the first run saved {len(saved)} tensors, the second only {len(again)}")
+        return again.pop(index)
+
+    with saved_tensors_hooks(drop, restore):
+        return function(*args)
+    ### END SOLUTION
+
+
 class PipelineStage(nn.Module):
-    """A group of layers on one rank: forward and backward of one micro-batch at a time, in any order. (Exercise)
+    """One chunk of layers on one rank: forward and backward of one micro-batch at a time, in any order. (Exercise)
 
     Size: 45 minutes, difficulty 4, core.
 
@@ -339,8 +338,9 @@ class PipelineStage(nn.Module):
 
     Args:
         module: The layers. They take one tensor and return one.
-        stage, n_stages, group: Index of this layer group, ``c * R + s`` for chunk c of stage
-            s; number of layer groups, R times the chunks of a stage; the R ranks, None for all.
+        stage: Index of this virtual stage: ``c * R + s`` for chunk c of rank s of R.
+        n_stages: Number of virtual stages: R times the chunks of a rank.
+        group: The process group of the R ranks; None means all ranks.
 
     Raises:
         ValueError: ``stage`` is not in ``range(n_stages)``; the message names both.
@@ -403,19 +403,44 @@ class PipelineStage(nn.Module):
         ### END SOLUTION
 
 
-### BEGIN SOLUTION
-def _timetable(works: Sequence[Work], n_stages: int) -> list[Work | Message]:
-    """All works and messages in one order, in which a message follows
-    the work that makes it and precedes the one that needs it."""
-    n_groups = n_stages * (1 + max(work.chunk for work in works))
+def timetable(works: Sequence[Work], n_stages: int) -> list[Work | Message]:
+    """Everything that happens in a step, actions and messages, in one order that all ranks can follow. (Exercise)
+
+    Size: 25 minutes, difficulty 3, core.
+
+    A ``Work(stage, micro_batch, kind, start, end, chunk)`` is an action with its times.
+    A ``Message(name, sender, receiver)`` is a tensor that goes from one stage to another.
+
+    Args:
+        works: What ``simulate`` returns for the schedules of all stages.
+        n_stages: Number R of stages.
+            Chunk c of stage s is virtual stage ``c * R + s``.
+
+    Returns:
+        All ``works`` as they are, and one ``Message`` for each tensor that another virtual stage needs.
+        An "F" makes one for the next virtual stage, a "B" one for the previous one, and a "W" none.
+        The last virtual stage's "F" and the first one's "B" make none, either.
+        A message's name is ``(kind, g, micro_batch)``: the kind and micro-batch of the work that makes it, and the
+        virtual stage g that needs it.
+        Its sender is the stage of that work, and its receiver is stage ``g % R``, even if they are the same stage.
+        The list is in ascending order of time: a work counts at its start, a message at the end of its work.
+        At the same time messages come before works.
+        Works of the same time keep their order in ``works``, and messages that of the works that make them.
+    """
+    ### BEGIN SOLUTION
+    n_virtual = n_stages * (1 + max((work.chunk for work in works), default=0))
     timed: list[tuple[float, int, Work | Message]] = [(work.start, 1, work) for work in works]
     for work in works:
-        to = work.chunk * n_stages + work.stage + {"F": 1, "B": -1, "W": n_groups}[work.kind]
-        if 0 <= to < n_groups:
+        if work.kind == "W":
+            continue
+        to = work.chunk * n_stages + work.stage + (1 if work.kind == "F" else -1)
+        if 0 <= to < n_virtual:
             timed.append((work.end, 0, Message((work.kind, to, work.micro_batch), work.stage, to % n_stages)))
     return [item for *_, item in sorted(timed, key=lambda entry: entry[:2])]
+    ### END SOLUTION
 
 
+### BEGIN SOLUTION
 class _Run:
     """What one rank computes during a run, and the tensors that it has for others."""
 
@@ -451,8 +476,7 @@ def run_schedule(
     Size: 45 minutes, difficulty 5, core.
 
     Args:
-        stages, group: This rank's chunks in order; chunk c of rank s of R is layer group ``c * R + s``.
-            The R ranks; None means the stages' ``group``.
+        stages: This rank's chunks in order; chunk c of rank s of R is virtual stage ``c * R + s``.
         schedule: This rank's actions.
             Any list is valid that has one "F" and one "B" for each chunk
             and micro-batch, optionally a "W" somewhere after a "B", and
@@ -462,6 +486,7 @@ def run_schedule(
             sizes; a stage's outputs for two micro-batches of one shape have one shape too.
         loss_function: ``loss_function(output, targets)`` returns the mean
             loss of a micro-batch; ``MeanLoss`` weights it by its targets.
+        group: The process group of the R ranks; None means the ``group`` of the stages.
 
     Returns:
         On the last rank the mean loss over all targets, detached; on the others a zero.
@@ -473,17 +498,18 @@ def run_schedule(
         RuntimeError: Another rank raised an exception; the message has its text. That rank raises the exception itself.
 
     Cost: one message with each activation and one with each gradient
-    between neighbouring layer groups, none between chunks of one rank.
+    between neighbouring virtual stages, none between chunks of one rank.
     It never deadlocks, whatever the backend buffers.
     """
     ### BEGIN SOLUTION
     mail = Mail(group or next((getattr(stage, "group", None) for stage in stages), None))
     plans = mail.gather(Plan(list(schedule), [s.stage for s in stages], len(micro_inputs), len(micro_targets)))
     check_plans(plans)
-    timetable = _timetable(simulate([plan.actions for plan in plans], {"F": 1, "B": 2, "W": 1}), mail.n_ranks)
+    works = simulate([plan.actions for plan in plans], {"F": 1, "B": 2, "W": 1})
+    items = timetable(works, mail.n_ranks)
     run = _Run(stages, schedule, micro_inputs, MeanLoss(loss_function, micro_targets), mail)
-    with mail.delivering(timetable, micro_inputs[0].device, lambda m: (m.name[:2], micro_inputs[m.name[2]].shape)):
-        for item in timetable:
+    with mail.delivering(items, micro_inputs[0].device, lambda m: (m.name[:2], micro_inputs[m.name[2]].shape)):
+        for item in items:
             if isinstance(item, Work):
                 if item.stage == mail.rank:
                     run.work(item)

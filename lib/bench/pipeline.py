@@ -89,31 +89,31 @@ class Bench:
         c, t = self.config.dim, self.config.context_len
         return [0, *([12 * c * c + t * c] * self.config.n_layers), c * self.config.vocab_size]
 
-    def my_groups(self, n_chunks: int) -> list[tuple[int, list[nn.Module]]]:
-        """This rank's layer groups with their layers."""
+    def my_parts(self, n_chunks: int) -> list[tuple[int, list[nn.Module]]]:
+        """This rank's virtual stages with their layers."""
         parts = partition_layers(self.costs(), n_chunks * self.n_ranks)
-        groups = [chunk * self.n_ranks + self.rank for chunk in range(n_chunks)]
-        return [(group, [self.layers[i] for i in parts[group]]) for group in groups]
+        mine = [chunk * self.n_ranks + self.rank for chunk in range(n_chunks)]
+        return [(g, [self.layers[i] for i in parts[g]]) for g in mine]
 
     def ours(self, make: Callable, n_chunks: int, every: int = 0, call: Callable = checkpoint) -> Step:
         """A step of ``run_schedule``; with ``every`` = k each k-th block is checkpointed."""
         actions = make(self.rank, self.n_ranks, self.n_micro)
         stages = []
-        for group, layers in self.my_groups(n_chunks):
+        for g, layers in self.my_parts(n_chunks):
             if any(action.kind == "W" for action in actions):
                 layers = [_with_deferred(layer) for layer in layers]
             if every:
                 blocks = [i for i, layer in enumerate(layers) if type(layer).__name__ == "Block"][::every]
                 layers = [Checkpointed(layer, call) if i in blocks else layer for i, layer in enumerate(layers)]
-            stages.append(PipelineStage(nn.Sequential(*layers), group, n_chunks * self.n_ranks))
+            stages.append(PipelineStage(nn.Sequential(*layers), g, n_chunks * self.n_ranks))
         inputs, targets = self.inputs.chunk(self.n_micro), self.targets.chunk(self.n_micro)
         return lambda: run_schedule(stages, actions, inputs, targets, next_token_loss)
 
     def theirs(self, name: str, n_chunks: int) -> Step:
         """A step of a schedule of `torch.distributed.pipelining`."""
         n = n_chunks * self.n_ranks
-        made = [(group, nn.Sequential(*layers)) for group, layers in self.my_groups(n_chunks)]
-        stages = [pipelining.PipelineStage(module, group, n, self.device) for group, module in made]
+        made = [(g, nn.Sequential(*layers)) for g, layers in self.my_parts(n_chunks)]
+        stages = [pipelining.PipelineStage(module, g, n, self.device) for g, module in made]
         several = n_chunks > 1 or name == "ScheduleInterleavedZeroBubble"
         schedule = getattr(pipelining, name)(stages if several else stages[0], self.n_micro, loss_fn=next_token_loss)
         first, last = self.rank == 0, self.rank == self.n_ranks - 1

@@ -108,14 +108,14 @@ def make_stages(
     model: GPT2, rank: int, n_ranks: int, costs: Sequence[float], n_chunks: int, is_split: bool
 ) -> list[PipelineStage]:
     """This rank's chunks of the model; with a split backward, every linear layer can defer its weights' gradient."""
-    n_groups = n_chunks * n_ranks
-    parts, layers = partition_layers(costs, n_groups), layers_of(model)
-    groups = [chunk * n_ranks + rank for chunk in range(n_chunks)]
-    modules = [nn.Sequential(*(layers[i] for i in parts[group])) for group in groups]
+    n_virtual = n_chunks * n_ranks
+    parts, layers = partition_layers(costs, n_virtual), layers_of(model)
+    mine = [chunk * n_ranks + rank for chunk in range(n_chunks)]
+    modules = [nn.Sequential(*(layers[i] for i in parts[g])) for g in mine]
     if is_split:
         for module in modules:
             defer(module)
-    return [PipelineStage(module, group, n_groups) for module, group in zip(modules, groups, strict=True)]
+    return [PipelineStage(module, g, n_virtual) for module, g in zip(modules, mine, strict=True)]
 
 
 def defer(module: nn.Module) -> None:

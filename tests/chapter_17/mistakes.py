@@ -203,7 +203,7 @@ edits(
     + for m in round_ for chunk in range(n_chunks)
     - for chunk in reversed(range(n_chunks)) for m in round_
     + for m in round_ for chunk in reversed(range(n_chunks))
-    an action has the number of its layer group, c * n_stages + s; it should have the chunk's, c
+    an action has the number of its virtual stage, c * n_stages + s; it should have the chunk's, c
     - "F", m, chunk
     + "F", m, chunk * n_stages + stage
     - "B", m, chunk
@@ -287,24 +287,24 @@ edits(
     +     needs = [("W", *need[1:]) if need[0] == "B" and need[1:] in late else need for need in needs]
     + if missing :=
     the backward does not wait for the backward on the next stage
-    - , ("B", group + 1, m)
+    - , ("B", g + 1, m)
     +
     the forward does not wait for the forward on the stage before
-    - ("F", group - 1, m)
+    - ("F", g - 1, m)
     +
     the chunks do not wait for each other: the first stage's chunk 1 needs the last stage's chunk 0
     - if missing :=
     + needs = [need for need in needs if need[1] // n == a.chunk]
     + if missing :=
-    a stage's chunks are taken for neighbours; chunk c of stage s is layer group c * R + s, so the stages alternate
+    a stage's chunks are taken for neighbours; chunk c of stage s is virtual stage c * R + s, so the stages alternate
     - _needs(a.kind, a.chunk * n + stage
     + _needs(a.kind, stage * n_chunks + a.chunk
     - ends[a.kind, a.chunk * n + stage
     + ends[a.kind, stage * n_chunks + a.chunk
-    - group // n
-    + group % n_chunks
-    - group % n
-    + group // n_chunks
+    - g // n
+    + g % n_chunks
+    - g % n
+    + g // n_chunks
     an action starts when its input is there, even if the stage is still at work
     - max([free[stage],
     + max([0.0,
@@ -321,10 +321,10 @@ edits(
     - raise ValueError(f"stage {stage} is stuck for ever at {todo[stage][0]}, which waits for {need}")
     + return []
     the backward does not wait for the forward of its own stage
-    - ("F", group, m),
+    - ("F", g, m),
     +
     W does not wait for its B
-    - [("B", group, m)]
+    - [("B", g, m)]
     + []
     an action starts as soon as its stage is free, although what it needs ends later
     - max([free[stage], *(ends[need] for need in needs)])
@@ -342,14 +342,14 @@ edits(
     - , which waits for {need}
     +
     the chunk of what is awaited is missing from the error: it is always chunk 0
-    - Action(kind, m, group // n)
+    - Action(kind, m, g // n)
     + Action(kind, m, 0)
-    the error names the layer group of what is awaited as its stage; the stage is the group modulo R
-    - group % n
-    + group
-    after the last layer group the first one follows: its backward waits for one that never comes before it
-    - < n_groups]
-    + < n_groups] + [("B", 0, m)] * (kind == "B" and group == n_groups - 1)
+    the error names the virtual stage of what is awaited as its stage; the stage is that number modulo R
+    - g % n
+    + g
+    after the last virtual stage the first one follows: its backward waits for one that never comes before it
+    - < n_virtual]
+    + < n_virtual] + [("B", 0, m)] * (kind == "B" and g == n_virtual - 1)
     a stage takes whatever can start; it has to run its list in order, and waits where the next action cannot start
     - a = todo[stage][0]
     + def can_start(a):
@@ -382,9 +382,9 @@ edits(
     - min(stuck, key=lambda s: free[s])
     + [*stuck][-1]
     the error says that the awaited action is on the stuck stage, wherever it is
-    - group % n
+    - g % n
     + stage
-    there are as many layer groups as stages: chunks are not counted, and later groups' actions need nothing
+    there are as many virtual stages as stages: chunks are not counted, and the actions of later ones need nothing
     - n * n_chunks
     + n
     the error names the stage that has waited shortest; the one that has waited longest is asked for
@@ -799,12 +799,90 @@ edits(
 )
 
 
-def without_common_order(timetable, rank, n_ranks):
+edits(
+    "timetable",
+    """
+    works come before messages of the same time: a work that starts then may need one of them
+    - (work.start, 1, work)
+    + (work.start, 0, work)
+    - (work.end, 0, Message(
+    + (work.end, 1, Message(
+    a message counts at the start of its work, where its tensor does not exist yet; it counts at the end
+    - (work.end, 0, Message(
+    + (work.start, 0, Message(
+    a work counts at its end: it comes behind messages that are sent while it runs; it counts at its start
+    - (work.start, 1, work)
+    + (work.end, 1, work)
+    all works come first, then all messages: each message belongs between the works
+    - key=lambda entry: entry[:2]
+    + key=lambda entry: (isinstance(entry[2], Message), entry[0])
+    the messages are put right behind the works that make them: other ranks have not come that far
+    - return [item for *_, item in sorted(timed, key=lambda entry: entry[:2])]
+    + order = []
+    + for work in works:
+    +     order.append(work)
+    +     order += [m for _, is_work, m in timed if not is_work and m.name[2] == work.micro_batch
+    +               and m.name[0] == work.kind and m.sender == work.stage
+    +               and m.name[1] == work.chunk * n_stages + work.stage + (1 if work.kind == "F" else -1)]
+    + return order
+    a backward's message goes to the next virtual stage, too; it goes to the previous one
+    - (1 if work.kind == "F" else -1)
+    + 1
+    the directions are exchanged: a forward's tensor goes to the next virtual stage, a backward's to the previous one
+    - (1 if work.kind == "F" else -1)
+    + (-1 if work.kind == "F" else 1)
+    a "W" makes a message as well; nobody waits for the gradients of the weights
+    - if work.kind == "W":
+    -     continue
+    +
+    chunks are not counted: the last stage's forwards go to nobody, though the next chunk needs them
+    - n_virtual = n_stages * (1 + max((work.chunk for work in works), default=0))
+    + n_virtual = n_stages
+    - to = work.chunk * n_stages + work.stage + (1 if work.kind == "F" else -1)
+    + to = work.stage + (1 if work.kind == "F" else -1)
+    the last virtual stage's forward makes a message, too, and nobody takes it
+    - if 0 <= to < n_virtual:
+    + if 0 <= to:
+    the first virtual stage's backward makes a message, too, and nobody takes it
+    - if 0 <= to < n_virtual:
+    + if to < n_virtual:
+    the name has the virtual stage that makes the tensor; it should have the one that needs it
+    - Message((work.kind, to, work.micro_batch)
+    + Message((work.kind, work.chunk * n_stages + work.stage, work.micro_batch)
+    the receiver is the number of a virtual stage; a stage holds every n_stages-th of them, so take it modulo n_stages
+    - to % n_stages)
+    + to)
+    the sender is the number of a virtual stage; it is the stage of the work
+    - work.stage, to % n_stages
+    + work.chunk * n_stages + work.stage, to % n_stages
+    sender and receiver are exchanged
+    - work.stage, to % n_stages
+    + to % n_stages, work.stage
+    the virtual stage is counted as s * n_chunks + c, as if a stage's chunks were neighbours; it is c * n_stages + s
+    - to = work.chunk * n_stages + work.stage + (1 if work.kind == "F" else -1)
+    + to = work.stage * (n_virtual // n_stages) + work.chunk + (1 if work.kind == "F" else -1)
+    a message from a stage to itself is left out; it belongs to the list like every other
+    - if 0 <= to < n_virtual:
+    + if 0 <= to < n_virtual and to % n_stages != work.stage:
+    messages of one time are in the order of their receivers; they keep the order of the works that make them
+    - key=lambda entry: entry[:2]
+    + key=lambda entry: (*entry[:2], 0 if entry[1] else entry[2].receiver)
+    works of one time are in the order of their stages; they keep the order that they have in the list given
+    - key=lambda entry: entry[:2]
+    + key=lambda entry: (*entry[:2], entry[2].stage if entry[1] else 0)
+    an empty list raises an error; its timetable is empty
+    - , default=0
+    +
+    """,
+)
+
+
+def without_common_order(items, rank, n_ranks):
     """A rank's works, each right after its message has come and right before its own goes out."""
-    messages = [item for item in timetable if isinstance(item, Message)]
+    messages = [item for item in items if isinstance(item, Message)]
     expects = {item.name: item for item in messages if item.receiver == rank != item.sender}
     sends = {item.name: item for item in messages if item.sender == rank}
-    for item in timetable:
+    for item in items:
         if isinstance(item, Work) and item.stage == rank:
             g = item.chunk * n_ranks + rank
             if (item.kind, g, item.micro_batch) in expects:
@@ -847,11 +925,11 @@ edits(
     + if work.kind == "W" or
     each rank receives right before it needs a message and sends right after: two ranks that send to each other wait
     for ever
-    - for item in timetable
-    + for item in without_common_order(timetable, mail.rank, mail.n_ranks)
+    - for item in items
+    + for item in without_common_order(items, mail.rank, mail.n_ranks)
     the schedule is not checked before the run: a bad one fails after the first activations were sent
     - check_plans(plans)
-    - timetable = _timetable(simulate([plan.actions for plan in plans], {"F": 1, "B": 2, "W": 1}), mail.n_ranks)
+    - works = simulate([plan.actions for plan in plans], {"F": 1, "B": 2, "W": 1})
     + try:
     +     check_plans(plans)
     +     works = simulate([plan.actions for plan in plans], {"F": 1, "B": 2, "W": 1})
@@ -859,14 +937,13 @@ edits(
     +     if stages[0].stage == 0:
     +         stages[0].forward_micro(0, micro_inputs[0])
     +     raise
-    + timetable = _timetable(works, mail.n_ranks)
     only what simulate refuses is refused: an action that is missing, and for which nobody waits, passes
     - check_plans(plans)
-    + if any(p.n_inputs != plans[0].n_inputs for p in plans) or plans[-1].groups[0] != len(plans) - 1:
+    + if any(p.n_inputs != plans[0].n_inputs for p in plans) or plans[-1].virtual_stages[0] != len(plans) - 1:
     +     check_plans(plans)
     each rank checks its own list only: the others do not notice, and wait
     - check_plans(plans)
-    - timetable = _timetable(simulate([plan.actions for plan in plans], {"F": 1, "B": 2, "W": 1}), mail.n_ranks)
+    - works = simulate([plan.actions for plan in plans], {"F": 1, "B": 2, "W": 1})
     + try:
     +     check_plans(plans)
     +     works = simulate([plan.actions for plan in plans], {"F": 1, "B": 2, "W": 1})
@@ -874,7 +951,6 @@ edits(
     +     if f"rank {mail.rank} " in str(error) or f"stage {mail.rank} is stuck" in str(error).split(";")[0]:
     +         raise
     +     raise RuntimeError("another rank has ended") from None
-    + timetable = _timetable(works, mail.n_ranks)
     the loss is on every rank: that takes another message, and the contract asks for a zero on the others
     - return run.loss.total
     + loss = run.loss.total.double()
@@ -909,14 +985,9 @@ edits(
     the W of the list are left out: nobody calls backward_weights for them
     - work.kind == "W" or (work.kind == "B"
     + (work.kind == "B"
-    messages stand behind the actions that start when they are sent; an action may need one of them, so they come first
-    - run = _Run(
-    + times, ends = {"F": 1, "B": 2, "W": 1}, {}
-    + for work in simulate([plan.actions for plan in plans], times):
-    +     to = work.chunk * mail.n_ranks + work.stage + {"F": 1, "B": -1, "W": 0}[work.kind]
-    +     ends[work.kind, to, work.micro_batch] = work.start + times[work.kind]
-    + late = [(i.start, 0, i) if isinstance(i, Work) else (ends[i.name], 1, i) for i in timetable]
-    + timetable = [item for *_, item in sorted(late, key=lambda entry: entry[:2])]
-    + run = _Run(
+    the timetable is wrong: mend `timetable` first
+    - items = timetable(works, mail.n_ranks)
+    + items = timetable(works, mail.n_ranks)
+    + items = [i for i in items if isinstance(i, Work)] + [i for i in items if not isinstance(i, Work)]
     """,
 )

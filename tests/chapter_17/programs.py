@@ -2,7 +2,7 @@
 by hand."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
 
-from lib.given.parallel.pipeline import Action
+from lib.given.parallel.pipeline import Action, Work
 from lib.workbook.grading import case, expect_close, expect_equal, expect_raises, expect_true, graded
 
 pipeline = graded("pipeline")
@@ -119,14 +119,41 @@ def plan(kind: str, rank: int, n_ranks: int, n_micro: int, n_chunks: int = 1) ->
     return actions + [Action("W", m) for m in late]
 
 
+def timed(schedules: Sequence[Sequence[Action]], seconds: Mapping[str, float]) -> list[Work]:
+    """The works of all stages, by the rules of the chapter, made without the learner's functions.
+
+    It fails if the stages wait for each other for ever.
+    """
+    n = len(schedules)
+    last = n * (1 + max(a.chunk for actions in schedules for a in actions)) - 1
+    todo, free, works = [list(actions) for actions in schedules], [0.0] * n, list[Work]()
+    ends: dict[tuple[str, int, int], float] = {}
+    while any(todo):
+        before = len(ends)
+        for s, queue in enumerate(todo):
+            while queue:
+                a, g = queue[0], queue[0].chunk * n + s
+                needs = {"F": [("F", g - 1)], "B": [("F", g), ("B", g + 1)], "W": [("B", g)]}[a.kind]
+                keys = [(kind, at, a.micro_batch) for kind, at in needs if 0 <= at <= last]
+                if not all(key in ends for key in keys):
+                    break
+                start = max([free[s], *(ends[key] for key in keys)])
+                free[s] = ends[a.kind, g, a.micro_batch] = start + seconds[a.kind]
+                works.append(Work(s, a.micro_batch, a.kind, start, free[s], a.chunk))
+                queue.pop(0)
+        stuck = [str(queue[0]) for queue in todo if queue]
+        expect_true(len(ends) > before, f"the stages wait for each other for ever, at {stuck}", answer=schedules)
+    return sorted(works, key=lambda work: (work.start, work.stage))
+
+
 def my_stages(parts: list[nn.Module], rank: int, n_ranks: int, n_chunks: int = 1, make=Stage) -> list:
-    """This rank's chunks of a list with one module for each layer group."""
+    """This rank's chunks of a list with one module for each virtual stage."""
     n = n_ranks * n_chunks
     return [make(parts[c * n_ranks + rank], c * n_ranks + rank, n) for c in range(n_chunks)]
 
 
-def groups(model: list[nn.Module], n: int) -> list[nn.Module]:
-    """The layers in n groups, of which the first has all that the others do not need."""
+def parts_of(model: list[nn.Module], n: int) -> list[nn.Module]:
+    """The layers in n parts, of which the first has all that the others do not need."""
     first = len(model) - (n - 1)
     return [nn.Sequential(*model[:first]), *model[first:]] if first > 1 else model
 
@@ -138,7 +165,7 @@ def compare(rank, n_ranks, kind, n_micro, n_chunks, ragged=True) -> list[tuple[s
     parts = f"{many(n_ranks, 'rank')}, {many(n_chunks, 'chunk')}, {many(n_micro, 'micro-batch')}"
     what = f"{parts} of {sizes} sizes, {kind}"
     case(f"{what}, float64; rank {rank}")
-    whole = nn.Sequential(*groups(layers(max(n + 1, 3)), n))
+    whole = nn.Sequential(*parts_of(layers(max(n + 1, 3)), n))
     mine = copy.deepcopy(whole)
     inputs, targets = batches(n_micro, ragged)
     expected, grads = one_process(whole, inputs, targets)
@@ -182,7 +209,7 @@ def expect_order(stages: list, schedule: list[Action]) -> None:
         wanted = [
             x for k, m in wanted for x in ([(k, m), ("W", m)] if k == "B" and (m, chunk) not in has_later else [(k, m)])
         ]
-        expect_equal(stage.calls, wanted, name=f"calls of layer group {stage.stage}", read=RUN)
+        expect_equal(stage.calls, wanted, name=f"calls of virtual stage {stage.stage}", read=RUN)
 
 
 def several(rank, n_ranks, cases) -> None:
@@ -307,7 +334,7 @@ def beside_pytorch(rank, n_ranks) -> None:
     ):
         case(f"{many(n_ranks, 'rank')}, {many(n_chunks, 'chunk')}, 4 micro-batches, beside {name}; rank {rank}")
         n = n_ranks * n_chunks
-        model = groups(layers(max(n, 2)), n)
+        model = parts_of(layers(max(n, 2)), n)
         theirs = my_stages(copy.deepcopy(model), rank, n_ranks, n_chunks)
         made = [pipelining.PipelineStage(s.module, s.stage, n, torch.device("cpu")) for s in theirs]
         inputs, targets = batches(4, ragged=False)
@@ -332,7 +359,7 @@ def counted(rank, n_ranks, kind, n_micro, n_chunks) -> list[int]:
         f"the messages; rank {rank}"
     )
     n = n_ranks * n_chunks
-    stages = my_stages(groups(layers(max(n, 2)), n), rank, n_ranks, n_chunks)
+    stages = my_stages(parts_of(layers(max(n, 2)), n), rank, n_ranks, n_chunks)
     inputs, targets = batches(n_micro, ragged=False)
     pipeline.run_schedule(stages, plan(kind, rank, n_ranks, n_micro, n_chunks), inputs, targets, word_loss)
     return [stage.most_alive for stage in stages]
@@ -362,7 +389,7 @@ def without_buffers(rank, n_ranks, cases) -> None:
             what = f"{many(n_ranks, 'rank')}, {many(n_chunks, 'chunk')}, {many(n_micro, 'micro-batch')}, {kind}"
             case(f"{what}; a send returns when the receiver has taken it; rank {rank}")
             n = n_ranks * n_chunks
-            stages = my_stages(groups(layers(max(n, 2)), n), rank, n_ranks, n_chunks)
+            stages = my_stages(parts_of(layers(max(n, 2)), n), rank, n_ranks, n_chunks)
             schedule = plan(kind, rank, n_ranks, n_micro, n_chunks)
             pipeline.run_schedule(stages, schedule, *batches(n_micro), word_loss)
     finally:
@@ -371,7 +398,7 @@ def without_buffers(rank, n_ranks, cases) -> None:
 
 def bad_schedules(rank, n_ranks) -> int:
     """Arguments that do not fit together, on one rank only; returns how many activations left this rank."""
-    model, (inputs, targets) = groups(layers(2), 2), batches(3)
+    model, (inputs, targets) = parts_of(layers(2), 2), batches(3)
     good = plan("1F1B", rank, 2, 3)
     reversed_b = [a for a in good if a.kind == "F"] + [a for a in good if a.kind == "B"][::-1]
     cases = {
@@ -406,7 +433,7 @@ def bad_schedules(rank, n_ranks) -> int:
         n = 3 - rank
         stage = Stage(model[rank], rank, 2)
         pipeline.run_schedule([stage], plan("1F1B", rank, 2, n), inputs[:n], targets[:n], word_loss)
-    case(f"2 ranks that both hold layer group 0; rank {rank}")
+    case(f"2 ranks that both hold virtual stage 0; rank {rank}")
     with expect_raises(ValueError, "0", "1", read="the contract, under Raises"):
         pipeline.run_schedule([Stage(model[0], 0, 2)], good, inputs, targets, word_loss)
     return wrong_calls
@@ -439,7 +466,7 @@ def failing(rank, n_ranks, where, in_backward) -> None:
         f"{many(n_ranks, 'rank')}, 1F1B; rank {where} raises in "
         f"{'backward' if in_backward else 'forward'} of micro-batch 1; rank {rank}"
     )
-    model = groups(layers(n_ranks + 1), n_ranks)
+    model = parts_of(layers(n_ranks + 1), n_ranks)
     module = Fault(model[rank], 2, in_backward) if rank == where else model[rank]
     inputs, targets = batches(5)
     error = ArithmeticError if rank == where else RuntimeError

@@ -19,6 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from lib.given.parallel.mail import Message
 from lib.given.parallel.pipeline import Action, Work
 from lib.workbook.grading import case, expect_close, expect_equal, expect_raises, expect_true, graded, oracle
 from tests.chapter_17 import programs
@@ -32,8 +33,8 @@ SENT = "eq-pipeline-6"
 TWICE = "the section 'Throw away, compute again'"
 TRAPS = "the section 'What can go wrong'"
 STAGE = "the section 'One stage'"
+TABLE = "the section 'One timetable'"
 RUN = "the section 'The run'"
-BLOCKED = "the section 'The run': one timetable for all ranks"
 
 
 def short(actions) -> str:
@@ -63,27 +64,7 @@ def most_waiting(actions: list[Action], begins: str, ends: str) -> int:
 
 def step_seconds(schedules: list[list[Action]], seconds: dict[str, float]) -> float:
     """When the last stage is done, by the rules of the chapter; fails if the stages wait for each other."""
-    n, ends, free = len(schedules), {}, [0.0] * len(schedules)
-    last = n * (1 + max(a.chunk for actions in schedules for a in actions)) - 1
-    todo = [list(actions) for actions in schedules]
-    while any(todo):
-        before = len(ends)
-        for s, queue in enumerate(todo):
-            while queue:
-                a, g = queue[0], queue[0].chunk * n + s
-                needs = {
-                    "F": [("F", g - 1)] if g else [],
-                    "B": [("F", g), *([("B", g + 1)] if g < last else [])],
-                    "W": [("B", g)],
-                }
-                keys = [(kind, group, a.micro_batch) for kind, group in needs[a.kind]]
-                if not all(key in ends for key in keys):
-                    break
-                free[s] = ends[a.kind, g, a.micro_batch] = max([free[s], *(ends[k] for k in keys)]) + seconds[a.kind]
-                queue.pop(0)
-        stuck = [short(queue[:1]) for queue in todo if queue]
-        expect_true(len(ends) > before, f"the stages wait for each other for ever, at {stuck}", answer=schedules)
-    return max(free)
+    return max(work.end for work in programs.timed(schedules, seconds))
 
 
 def expect_complete(schedules: list[list[Action]], n_micro: int, n_chunks: int = 1, kinds: str = "FB") -> None:
@@ -286,7 +267,7 @@ class _Group:
 
 
 def torch_order(cls, n: int, m: int, v: int) -> list[list[tuple]]:
-    """The order of a schedule of `torch.distributed.pipelining`: kind, micro-batch and layer group."""
+    """The order of a schedule of `torch.distributed.pipelining`: kind, micro-batch and virtual stage."""
     made = cls([_Group(0, n, c, v) for c in range(v)], m, loss_fn=lambda y, t: y, scale_grads=False)
     short_kinds = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "B", "BACKWARD_WEIGHT": "W"}
     return [
@@ -986,10 +967,10 @@ def test_PipelineStage_by_hand():
 
 
 def test_PipelineStage_keeps_its_group():
-    case("the group of ranks that was given, here one that nobody uses")
+    case("the process group that was given, here one that nobody uses")
     group = dist.ProcessGroup(0, 1)
     found = getattr(pipeline.PipelineStage(two_layers(), 0, 1, group), "group", "missing")
-    expect_true(found is group, "`group` is not the group given", answer=[found], read="the contract, under Args")
+    expect_true(found is group, "`group` is not the one given", answer=[found], read="the contract, under Args")
 
 
 def test_PipelineStage_returns_an_output_with_a_graph():
@@ -1225,6 +1206,118 @@ def test_PipelineStage_refuses_a_stage_that_does_not_exist(n, at):
         pipeline.PipelineStage(two_layers(), at, n)
 
 
+# ---- timetable -------------------------------------------------------------------------------------------------------
+
+
+def entries(items) -> list[str]:
+    """A timetable as text: "stage 0: F0" and "F0 to virtual stage 1, from 0 to 1", with a dot before chunks."""
+    expect_true(isinstance(items, list), "a timetable is a list", answer=items, read="the contract, under Returns")
+    wrong = next((i for i in items if not isinstance(i, Work | Message)), None)
+    problem = f"a timetable is a list of Work and Message, and this is neither: {wrong!r}"
+    expect_true(wrong is None, problem, answer=items, read="the contract, under Returns")
+    return [entry(item) for item in items]
+
+
+def entry(item: Work | Message) -> str:
+    if isinstance(item, Work):
+        return f"stage {item.stage}: {short([Action(item.kind, item.micro_batch, item.chunk)])}"
+    if not (isinstance(item.name, tuple) and len(item.name) == 3):
+        return repr(item)
+    kind, g, m = item.name
+    return f"{kind}{m} to virtual stage {g}, from {item.sender} to {item.receiver}"
+
+
+def works_of(*rows: tuple[int, str, float, float]) -> list[Work]:
+    """Works from stage, action in short, start and end."""
+    named = [(stage, long(text)[0], start, end) for stage, text, start, end in rows]
+    return [Work(stage, a.micro_batch, a.kind, start, end, a.chunk) for stage, a, start, end in named]
+
+
+def test_timetable_by_hand():
+    case("2 stages, 1 micro-batch; F 1 s, B 3 s")
+    works = works_of((0, "F0", 0, 1), (1, "F0", 1, 2), (1, "B0", 2, 5), (0, "B0", 5, 8))
+    expected = ["stage 0: F0", "F0 to virtual stage 1, from 0 to 1", "stage 1: F0", "stage 1: B0"]
+    expected += ["B0 to virtual stage 0, from 1 to 0", "stage 0: B0"]
+    found = pipeline.timetable(works, 2)
+    expect_equal(entries(found), expected, name="entries", answer=found, read=TABLE)
+    kept = [item for item in found if isinstance(item, Work)]
+    expect_equal(kept, works, name="works", answer=found, read="the contract, under Returns")
+
+
+def test_timetable_of_two_micro_batches():
+    case("2 stages, 2 micro-batches, 1F1B; F 1 s, B 2 s: at 2 s and at 4 s a message and works")
+    works = works_of((0, "F0", 0, 1), (0, "F1", 1, 2), (1, "F0", 1, 2), (1, "B0", 2, 4), (0, "B0", 4, 6))
+    works += works_of((1, "F1", 4, 5), (1, "B1", 5, 7), (0, "B1", 7, 9))
+    expected = ["stage 0: F0", "F0 to virtual stage 1, from 0 to 1", "stage 0: F1", "stage 1: F0"]
+    expected += ["F1 to virtual stage 1, from 0 to 1", "stage 1: B0", "B0 to virtual stage 0, from 1 to 0"]
+    expected += ["stage 0: B0", "stage 1: F1", "stage 1: B1", "B1 to virtual stage 0, from 1 to 0", "stage 0: B1"]
+    found = pipeline.timetable(works, 2)
+    expect_equal(entries(found), expected, name="entries", answer=found, read=TABLE)
+
+
+def test_timetable_of_chunks_and_weights():
+    case("2 stages with 2 chunks each, 1 micro-batch, W of chunk 0 later; F 1 s, B 2 s, W 1 s; F0.1 is chunk 1")
+    works = works_of((0, "F0", 0, 1), (1, "F0", 1, 2), (0, "F0.1", 2, 3), (1, "F0.1", 3, 4), (1, "B0.1", 4, 6))
+    works += works_of((0, "B0.1", 6, 8), (1, "B0", 8, 10), (0, "B0", 10, 12), (1, "W0", 10, 11), (0, "W0", 12, 13))
+    expected = ["stage 0: F0", "F0 to virtual stage 1, from 0 to 1", "stage 1: F0"]
+    expected += ["F0 to virtual stage 2, from 1 to 0", "stage 0: F0.1", "F0 to virtual stage 3, from 0 to 1"]
+    expected += ["stage 1: F0.1", "stage 1: B0.1", "B0 to virtual stage 2, from 1 to 0", "stage 0: B0.1"]
+    expected += ["B0 to virtual stage 1, from 0 to 1", "stage 1: B0", "B0 to virtual stage 0, from 1 to 0"]
+    expected += ["stage 0: B0", "stage 1: W0", "stage 0: W0"]
+    found = pipeline.timetable(works, 2)
+    expect_equal(entries(found), expected, name="entries", answer=found, read=TABLE)
+
+
+def test_timetable_of_one_stage_with_two_chunks():
+    case("1 stage with 2 chunks, 1 micro-batch: its messages go to itself")
+    works = works_of((0, "F0", 0, 1), (0, "F0.1", 1, 2), (0, "B0.1", 2, 4), (0, "B0", 4, 6))
+    expected = ["stage 0: F0", "F0 to virtual stage 1, from 0 to 0", "stage 0: F0.1", "stage 0: B0.1"]
+    expected += ["B0 to virtual stage 0, from 0 to 0", "stage 0: B0"]
+    found = pipeline.timetable(works, 1)
+    expect_equal(entries(found), expected, name="entries", answer=found, read="the contract, under Returns")
+
+
+def test_timetable_keeps_the_order_of_equal_times():
+    case("3 stages, works of the same time, stage 2 before stage 0 in the list: what is equal keeps its order")
+    works = works_of((2, "B0", 0, 2), (0, "F5", 0, 2), (1, "B1", 0, 2), (1, "F4", 2, 3), (0, "B1", 2, 4))
+    expected = ["stage 2: B0", "stage 0: F5", "stage 1: B1", "B0 to virtual stage 1, from 2 to 1"]
+    expected += ["F5 to virtual stage 1, from 0 to 1", "B1 to virtual stage 0, from 1 to 0", "stage 1: F4"]
+    expected += ["stage 0: B1", "F4 to virtual stage 2, from 1 to 2"]
+    found = pipeline.timetable(works, 3)
+    expect_equal(entries(found), expected, name="entries", answer=found, read="the contract, under Returns")
+
+
+def test_timetable_of_nothing():
+    case("no works, 2 stages")
+    expect_equal(pipeline.timetable([], 2), [], name="timetable", read="the contract, under Returns")
+
+
+@pytest.mark.parametrize(
+    ("kind", "n", "m", "v"), [("1F1B", 4, 6, 1), ("weights later", 3, 5, 1), ("all, then back", 2, 4, 2)]
+)
+def test_timetable_can_always_go_on(kind, n, m, v):
+    case(f"{many(n, 'stage')}, {many(m, 'micro-batch')}, {many(v, 'chunk')}, {kind}; what is needed has come before")
+    works = programs.timed([programs.plan(kind, s, n, m, v) for s in range(n)], {"F": 1, "B": 2, "W": 1})
+    found = pipeline.timetable(works, n)
+    entries(found)
+    made, here = set(), set()
+    for item in found:
+        if isinstance(item, Message):
+            problem = f"{entry(item)} is sent before it exists"
+            expect_true((item.name, item.sender) in made, problem, answer=found, read=TABLE)
+            here.add((item.name, item.receiver))
+            continue
+        g = item.chunk * n + item.stage
+        needs = {"F": g > 0, "B": g < n * v - 1, "W": False}[item.kind]
+        problem = f"{entry(item)} starts before its message has come"
+        expect_true(
+            not needs or ((item.kind, g, item.micro_batch), item.stage) in here, problem, answer=found, read=TABLE
+        )
+        made.add(((item.kind, g + (1 if item.kind == "F" else -1), item.micro_batch), item.stage))
+    n_messages = sum(isinstance(item, Message) for item in found)
+    expect_equal(n_messages, 2 * m * (n * v - 1), name="messages", answer=found, read=SENT)
+
+
 # ---- run_schedule ----------------------------------------------------------------------------------------------------
 
 
@@ -1281,14 +1374,14 @@ def test_run_schedule_equals_pytorch(ranks):
 def test_run_schedule_sends_one_message_a_border(ranks, kind, n, m, v):
     case(f"{many(n, 'rank')}, {many(v, 'chunk')}, {many(m, 'micro-batch')}, {kind}: what each rank sends")
     result = ranks(programs.counted, kind, m, v, n_ranks=n)
-    size, groups_ = 2 * 4 * programs.WIDTH * 8, n * v
+    size, n_virtual = 2 * 4 * programs.WIDTH * 8, n * v
     for rank, ledger in enumerate(result.ledgers):
         sent = [(r.to, r.n_bytes) for r in ledger.records if r.op in ("isend", "send")]
         found = Counter(f"messages of {n_bytes} bytes from rank {rank} to rank {to}" for to, n_bytes in sent)
         wanted: Counter = Counter()
-        for group in range(rank, groups_, n):
-            for to in (group + 1, group - 1):
-                if 0 <= to < groups_ and to % n != rank:
+        for g in range(rank, n_virtual, n):
+            for to in (g + 1, g - 1):
+                if 0 <= to < n_virtual and to % n != rank:
                     wanted[f"messages of {size} bytes from rank {rank} to rank {to % n}"] += m
         expect_equal(dict(found), dict(wanted), name="", read="the contract, under Cost")
 

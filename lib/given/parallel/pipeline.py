@@ -14,7 +14,7 @@ class Action:
 
     ``kind`` is "F" (forward), "B" (backward; only the gradient of the input if a "W" of the same micro-batch and chunk
     follows) or "W" (the gradients of the weights).
-    ``chunk`` counts the groups of layers that the stage holds.
+    ``chunk`` counts the stretches of layers that the stage holds.
     """
 
     kind: str
@@ -45,23 +45,26 @@ class Work:
 
 @dataclass(frozen=True)
 class Plan:
-    """What one rank wants to do in a step: its actions, its layer groups, and the numbers of its inputs and targets."""
+    """What one rank wants to do in a step: its actions, its virtual stages, and the numbers of its inputs and targets.
+
+    Chunk c of rank s of R is virtual stage ``c * R + s``.
+    """
 
     actions: Sequence[Action]
-    groups: Sequence[int]
+    virtual_stages: Sequence[int]
     n_inputs: int
     n_targets: int
 
 
 def check_plans(plans: Sequence[Plan]) -> None:
-    """Whether the plans of all ranks fit together: numbers, layer groups, and one F and one B of everything.
+    """Whether the plans of all ranks fit together: numbers, virtual stages, and one F and one B of everything.
 
     It does not find actions that wait for each other for ever; a simulation does.
 
     Raises:
         ValueError: They do not fit; the message names the rank and the first action that is wrong.
     """
-    n_ranks, n_micro, n_chunks = len(plans), plans[0].n_inputs, len(plans[0].groups)
+    n_ranks, n_micro, n_chunks = len(plans), plans[0].n_inputs, len(plans[0].virtual_stages)
     if not n_micro:
         raise ValueError("there are no micro-batches: 0 inputs, expected at least 1")
     wanted = [Action(kind, m, chunk) for chunk in range(n_chunks) for m in range(n_micro) for kind in "FB"]
@@ -70,9 +73,9 @@ def check_plans(plans: Sequence[Plan]) -> None:
         if not plan.n_inputs == plan.n_targets == n_micro:
             found = f"{plan.n_inputs} inputs and {plan.n_targets} targets"
             raise ValueError(f"rank {rank} has {found}, expected {n_micro} of both, as many as rank 0 has inputs")
-        groups = [chunk * n_ranks + rank for chunk in range(n_chunks)]
-        if list(plan.groups) != groups:
-            raise ValueError(f"rank {rank} of {n_ranks} holds the layer groups {list(plan.groups)}, expected {groups}")
+        held, expected = list(plan.virtual_stages), [chunk * n_ranks + rank for chunk in range(n_chunks)]
+        if held != expected:
+            raise ValueError(f"rank {rank} of {n_ranks} holds the virtual stages {held}, expected {expected}")
         counts = Counter(plan.actions)
         for problem, wrong in {
             "lacks": [action for action in wanted if not counts[action]],
@@ -149,7 +152,7 @@ def most_kept(work: Sequence[Work], stage: int = 0) -> float:
 
 
 def n_messages(work: Sequence[Work]) -> int:
-    """How many activations and gradients cross from one layer group to the next in a step."""
+    """How many activations and gradients cross from one virtual stage to the next in a step."""
     n_stages, n_chunks = 1 + max(w.stage for w in work), 1 + max(w.chunk for w in work)
     last = n_stages * n_chunks - 1
     places = [(w.kind, w.chunk * n_stages + w.stage) for w in work]

@@ -8,6 +8,8 @@ from urllib.parse import urljoin
 from docutils import nodes
 from sphinx.writers.html5 import HTML5Translator
 
+from lib.workbook.book.front import repository
+from lib.workbook.tools import previews
 from lib.workbook.tools.opening import add_opening
 from lib.workbook.tools.site import write_if_new
 from lib.workbook.tools.tryit import assets
@@ -16,12 +18,14 @@ CAPTION = re.compile(r"Figure [0-9A-Z]+\.\d+\.")
 DESCRIPTION_LENGTH = 170
 """Search engines show about this many characters."""
 PREVIEW = "_static/preview.png"
+"""What a link to a page without figures shows."""
 PREVIEW_ALT = "Six drawings: tokens, attention, training, many devices, tiles on a chip, a cluster."
 COLAB = """import sys
+from pathlib import Path
 
-if "google.colab" in sys.modules:  # on Colab: fetch the book and install it; elsewhere nothing happens
-    !git clone -q https://github.com/scaling-workbook/scaling-workbook && pip install -q ./scaling-workbook
-    %cd scaling-workbook"""
+if "google.colab" in sys.modules and not Path("book.yml").exists():  # on Colab: fetch the book and install it, once
+    !git clone -q {source} book && pip install -q ./book
+    %cd book"""
 
 
 def connect(app) -> None:
@@ -63,22 +67,36 @@ def describe_page(app, pagename: str, templatename: str, context: dict, doctree)
         context["docstitle"] = app.config.workbook_subtitle
     about = description(doctree)
     base = app.config.html_baseurl
-    picture = urljoin(base, PREVIEW) if base else context["pathto"](PREVIEW, 1)
+    path, alt = preview(app, pagename, title, doctree)
+    picture = urljoin(base, path) if base else context["pathto"](path, 1)
     properties = {
         "og:title": title if at_front else f"{title} · {app.config.project}",
         "og:description": about,
         "og:type": "website" if at_front else "article",
         "og:site_name": app.config.project,
         "og:image": picture,
-        "og:image:width": "1200",
-        "og:image:height": "630",
-        "og:image:alt": PREVIEW_ALT,
+        "og:image:width": str(previews.SIZE[0]),
+        "og:image:height": str(previews.SIZE[1]),
+        "og:image:alt": alt,
     }
     if base:
         properties["og:url"] = urljoin(base, app.builder.get_target_uri(pagename))
     tags = [_meta("name", "description", about), _meta("name", "twitter:card", "summary_large_image")]
+    tags += [_meta("name", "twitter:image", picture), _meta("name", "twitter:image:alt", alt)]
     tags += [_meta("property", name, content) for name, content in properties.items()]
     context["metatags"] = context.get("metatags", "") + "\n".join(["", *tags, ""])
+
+
+def preview(app, pagename: str, title: str, doctree: nodes.document) -> tuple[str, str]:
+    """Path and description of what a link to a page shows: the page's own figure, or the book's picture."""
+    figure = None if pagename == app.config.root_doc else previews.chosen(doctree, app.config.workbook_previews)
+    if figure is None:
+        return PREVIEW, PREVIEW_ALT
+    path = f"_static/previews/{pagename.replace('/', '_')}.png"
+    file = Path(app.outdir, path)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(previews.card(figure.png, title, app.config.project))
+    return path, figure.alt
 
 
 def _meta(kind: str, name: str, content: str) -> str:
@@ -172,7 +190,7 @@ def notebook(source: Path) -> str:
 
     found = jupytext.read(source)
     if not any("google.colab" in cell["source"] for cell in found.cells):
-        cell = new_code_cell(COLAB, metadata={"jupyter": {"source_hidden": True}})
+        cell = new_code_cell(COLAB.format(source=repository()), metadata={"jupyter": {"source_hidden": True}})
         code = (i for i, other in enumerate(found.cells) if other["cell_type"] == "code")
         if (first := next(code, None)) is not None:
             found.cells.insert(first, cell)

@@ -127,7 +127,7 @@ def code_digest() -> str:
     """
     apart = {chapter.mine for chapter in chapters().values()}
     apart |= {
-        Path(__file__).with_name(f"{name}.py") for name in ("site", "pages", "opening", "paper")
+        Path(__file__).with_name(f"{name}.py") for name in ("site", "pages", "opening", "paper", "previews")
     }  # which no cell runs
     parts = ["lib/**/*.py", "lib/**/*.js", "lib/**/*.css", "solutions/*.py", "chapters/measurements/*.json"]
     parts.append("tests/chapter_01/*.py")  # the front page shows a run of them

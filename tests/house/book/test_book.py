@@ -198,10 +198,11 @@ CONTRACT = {
         "one_f_one_b_schedule",
         "interleaved_schedule",
         "zero_bubble_schedule",
+        "DeferredLinear",
         "simulate",
         "checkpoint",
-        "DeferredLinear",
         "PipelineStage",
+        "timetable",
         "run_schedule",
     ],
     "context_parallel": [

@@ -2,6 +2,8 @@
 readable on a telephone and in the dark.
 """
 
+import base64
+import io
 import json
 import os
 import re
@@ -14,9 +16,10 @@ from types import SimpleNamespace
 import jupytext
 import pytest
 import yaml
+from PIL import Image
 
 from lib.workbook.book.catalog import ROOT, BookError, all_exercises, chapters, pages, routes
-from lib.workbook.book.front import citation
+from lib.workbook.book.front import citation, repository
 from lib.workbook.tools import site as sites
 from lib.workbook.tools.tryit import assets
 from tests.house.browsing import chromium, missing, record_faults, served
@@ -279,6 +282,86 @@ def test_the_preview_is_as_large_as_it_says():
     assert [int.from_bytes(header[i : i + 4], "big") for i in (16, 20)] == [1200, 630]
 
 
+@pytest.mark.parametrize(("on_colab", "has_book"), [(True, False), (True, True), (False, False)])
+def test_the_first_cell_installs_the_book_on_colab_once(monkeypatch, tmp_path, on_colab, has_book):
+    from IPython.core.inputtransformer2 import TransformerManager
+
+    page_tools = pytest.importorskip("lib.workbook.tools.pages")
+    done = []
+    shell = SimpleNamespace(system=done.append, run_line_magic=lambda name, line: done.append(f"%{name} {line}"))
+    first = next(
+        c for c in json.loads(page_tools.notebook(chapters()["rope"].path))["cells"] if c["cell_type"] == "code"
+    )
+    monkeypatch.chdir(tmp_path)
+    if on_colab:
+        monkeypatch.setitem(sys.modules, "google.colab", SimpleNamespace())
+    if has_book:
+        (tmp_path / "book.yml").touch()
+    exec(TransformerManager().transform_cell("".join(first["source"])), {"get_ipython": lambda: shell})
+    expected = [f"git clone -q {repository()} book && pip install -q ./book", "%cd book"]
+    assert done == (expected if on_colab and not has_book else [])
+
+
+def figures_of(text: str) -> dict[str, str]:
+    """The alternative text of each captioned picture of a built page, by the caption's label."""
+    marks = re.findall(
+        r'<img class="workbook-figure"[^>]* alt="([^"]*)"|<p class="workbook-caption" id="([^"]+)"', text
+    )
+    found, last = {}, ""
+    for alt, label in marks:
+        last = alt or last
+        if label:
+            found[label] = last
+    return found
+
+
+def page_with_figures(*labels: str):
+    """A page whose figures have their labels as alternative texts; the bytes of each are the label's, too."""
+    from docutils import nodes
+    from docutils.utils import new_document
+
+    page = new_document("page")
+    for label in labels:
+        data = base64.b64encode(label.encode()).decode()
+        figure = f'<img class="workbook-figure" src="data:image/png;base64,{data}" alt="{label} &amp; more" style="">'
+        page += nodes.raw("", figure, format="html")
+        page += nodes.paragraph("", "Figure.", classes=["workbook-caption"], ids=[nodes.make_id(label)])
+    return page
+
+
+def test_a_preview_is_the_chosen_figure_or_the_first():
+    previews = pytest.importorskip("lib.workbook.tools.previews")
+    page = page_with_figures("fig-a_b-one", "fig-a_b-two")
+    assert previews.chosen(page, ["fig-c-one", "fig-a_b-two"]) == previews.Picture(b"fig-a_b-two", "fig-a_b-two & more")
+    assert previews.chosen(page, []) == previews.Picture(b"fig-a_b-one", "fig-a_b-one & more")
+    assert previews.chosen(page_with_figures(), ["fig-a_b-one"]) is None
+
+
+@pytest.mark.parametrize("size", [(30, 200), (2000, 90), (400, 300)])
+def test_a_preview_shows_all_of_its_figure_at_the_size_that_it_says(size):
+    previews = pytest.importorskip("lib.workbook.tools.previews")
+    file = io.BytesIO()
+    Image.new("RGBA", size, "#d55e00").save(file, format="PNG")
+    title = "A title that is far too long for one line of a preview, and so is written in smaller letters"
+    card = Image.open(io.BytesIO(previews.card(file.getvalue(), title, "The book")))
+    assert card.size == (1200, 630)
+    pixels = card.load()
+    orange = [(x, y) for x in range(0, 1200, 2) for y in range(630) if pixels[x, y] == (0xD5, 0x5E, 0x00)]
+    (left, right), (top, bottom) = ((min(found), max(found)) for found in zip(*orange, strict=True))
+    assert (right - left) / (bottom - top) == pytest.approx(size[0] / size[1], rel=0.1)
+    assert left >= previews.MARGIN
+    assert bottom <= 630 - previews.FOOT
+
+
+def test_every_chapter_has_one_figure_for_its_preview():
+    wanted = yaml.safe_load((ROOT / "book.yml").read_text(encoding="utf-8"))["previews"]
+    for chapter in chapters().values():
+        text = chapter.path.read_text(encoding="utf-8")
+        assert len([label for label in wanted if f"\n({label})=\n**Figure" in text]) == 1, chapter.path.name
+    start = (ROOT / "chapters" / "00_start.md").read_text(encoding="utf-8")
+    assert len(wanted) == len(chapters()) + sum(f"({label})=" in start for label in wanted)
+
+
 # ---- in a browser ----------------------------------------------------------------------------------------------------
 
 
@@ -469,8 +552,13 @@ def test_every_page_has_a_description_and_a_preview(built):
         seen[about] = name
         assert found["og:title"]
         assert found["og:description"] == about
+        assert found["twitter:image"] == found["og:image"]
+        shown = figures_of(text) if name != "index.html" else {}
+        assert not shown or found["og:image:alt"] in shown.values(), f"{name}: not a figure of this page"
+        assert found["og:image"].endswith(f"previews/{name[:-5].replace('/', '_')}.png" if shown else "preview.png")
         if not found["og:image"].startswith("http"):
-            assert (built / name).parent.joinpath(found["og:image"]).resolve().is_file(), f"{name}: {found['og:image']}"
+            picture = (built / name).parent.joinpath(found["og:image"]).resolve()
+            assert Image.open(picture).size == (1200, 630), f"{name}: {found['og:image']}"
 
 
 @pytest.mark.browser

@@ -4,7 +4,10 @@ import matplotlib.pyplot as plt
 import pytest
 from matplotlib.figure import Figure
 
-from lib.given.show import experts, pipeline, scales, sequences, serving
+from lib.given.models.llama import TINY
+from lib.given.parallel.mail import Message
+from lib.given.parallel.pipeline import Work
+from lib.given.show import block, experts, pipeline, scales, sequences, serving
 
 DRAWINGS = (
     experts.draw_mixture,
@@ -75,3 +78,45 @@ def test_a_step_returns_the_kept_drafts_and_one_token_more():
     texts = words(serving.draw_drafts(("a", "b", "c"), kept=1, instead="z"))
     assert texts[-2:] == ["z", "drawn from the rest of\nthe target's distribution"]
     assert [texts.count(word) for word in ("a", "b", "keep", "reject", "drop")] == [2, 1, 1, 1, 1]
+
+
+def test_the_picture_of_the_whole_agrees_with_the_model():
+    from lib.demos.block import parts
+
+    whole, half = (parts(TINY, length=8, n_ranks=n) for n in (1, 2))
+    keys = TINY.dim * TINY.n_kv_heads // TINY.n_heads
+    n_weights = 2 * TINY.dim**2 + 2 * TINY.dim * keys + 3 * TINY.dim * TINY.hidden_dim + 2 * TINY.dim
+    assert sum(part.holds for part in whole) == 2 * n_weights
+    assert sum(part.holds for part in half) == 2 * (n_weights + 2 * TINY.dim) // 2  # the norms are on both ranks
+    stream = 8 * TINY.dim * 2
+    assert [part.sends for part in half if part.on == "sum"] == [stream, stream]
+    assert [part.sends for part in whole if part.on == "sum"] == [0, 0]
+    written = {part.name: part.writes for part in half}
+    assert written["Q, K, V"] == (stream + 2 * 8 * keys * 2) // 2
+    assert written["attention"] == stream // 2
+    assert written["gate, up"] == 2 * written["SiLU(gate) × up"] == 2 * (8 * TINY.hidden_dim * 2) // 2
+
+
+def test_the_picture_of_the_whole_has_a_box_for_each_rank_and_bars_to_scale():
+    shown = [
+        block.Part("norm", "whole", ["all", "all"], "one pass", 0, 10_000_000),
+        block.Part("output <o>", "share", ["rows 0", "rows 1"], "tiles", 5_000_000, 20_000_000),
+        block.Part("all-reduce", "sum", ["added"], "ring", sends=20_000_000),
+    ]
+    page = block.draw_block(shown, "a block")._repr_html_()
+    assert page.count("output &lt;o&gt;") == 2
+    assert page.count("all-reduce") == page.count("<b>+</b>") == 1
+    widths = [part.partition("%")[0] for part in page.split('<i style="width:')[1:]]
+    assert widths == ["50.0", "25.0", "100.0", "100.0"]
+    assert "output <o>: tiles; holds 5 MB, writes 20 MB" in repr(block.draw_block(shown, "a block"))
+
+
+def test_messages_of_a_timetable_are_numbered_in_their_order():
+    works = [Work(0, 0, "F", 0, 1), Work(1, 0, "F", 1, 2), Work(1, 0, "B", 2, 4), Work(0, 0, "B", 4, 6)]
+    messages = [Message(("F", 1, 0), 0, 1), Message(("B", 0, 0), 1, 0)]
+    fig, ax = plt.subplots()
+    pipeline.draw_timetable(ax, [works[0], messages[0], *works[1:3], messages[1], works[3]])
+    found = [(text.get_text(), text.get_position()) for text in ax.texts if text.get_position()[1] == 0.5]
+    plt.close(fig)
+    assert [number for number, _ in found] == ["1", "2"]
+    assert [round(x) for _, (x, _) in found] == [1, 4]
