@@ -57,8 +57,8 @@ def make_parser() -> Parser:
         required=True,
         type=filled,
         metavar="tiny|FOLDER",
-        help="tiny; a --checkpoint of lib.runs; or a folder in Transformers' format: of a Llama, GPT-2, Qwen3, OLMo 3 "
-        "or Gemma 3",
+        help="tiny; a --checkpoint of lib.runs; or a folder in Transformers' format: of a Llama, GPT-2, Qwen3, OLMo 3, "
+        "Gemma 3, or a Qwen3-Next without experts",
     )
     model.add_argument("--name", type=filled, help="what clients call the model; default: the folder's name")
     model.add_argument(
@@ -171,6 +171,11 @@ def make_engine(model: Any, scheduler: Any, metrics: Any, options: Any) -> Any:
     from lib.runs.serving.prefix import PrefixEngine
 
     more = {"on_found": metrics.found_tokens.inc, "on_forked": metrics.forked_tokens.inc}
+    if options.draft and "linear_attention" in getattr(model.config, "layer_types", ()):
+        raise UsageError(
+            f"--draft {options.draft}: --model {options.model} has linear layers, whose state cannot take back a "
+            "drafted token; expected no --draft"
+        )
     if options.draft:
         return DraftEngine(model, scheduler, options.drafted, metrics.observe_drafts, **more)
     return PrefixEngine(model, scheduler, **more)

@@ -14,14 +14,16 @@ from torch import Tensor, nn
 
 from lib import amp, training
 from lib.fast import models as fast
-from lib.given.models import llama, vit
+from lib.given.models import vit
 from lib.given.models.gpt2 import GPT2_LARGE, GPT2_MEDIUM, GPT2_SMALL, GPT2_XL, TINY, GPT2Config
+from lib.given.models.variants import VariantConfig
 from lib.given.parallel.sharding import blocks_of
 from lib.runs.data.corpus import is_corpus
 from lib.runs.engine import export
 from lib.runs.engine.experts import extra_weights, put_mixtures
 from lib.runs.engine.options import CONTENTS, HEAD, KINDS, Options
 from lib.runs.engine.sources import Source, open_pictures, open_tokens
+from lib.runs.engine.variants import PLAIN, flops_per_token, llama_sizes, make_llama, weights_per_token
 from lib.runs.flags import UsageError
 from lib.speed import training_flops_per_token, vit_training_flops_per_image
 
@@ -296,56 +298,44 @@ class GPT2Task(Task):
 
 
 class LlamaTask(Task):
-    """Next-token prediction by chapter 4's model, on the plain path, in copies or shards."""
+    """Next-token prediction by chapter 4's model or a variant of it, on the plain path, in copies or shards."""
 
     unit = "token"
     size_flags = ("--model",)
 
     def __init__(self, options: Options):
         super().__init__(options)
-        config = llama.PRESETS[options.model]
-        length = options.length or config.context_len
-        self.config: llama.LlamaConfig = replace(config, context_len=length)
+        self.config = config = llama_sizes(options)
+        length = config.context_len
         self.source, self.n_classes = open_tokens(options, config.vocab_size, length), config.vocab_size
         self.per_row = self.tokens_per_row = length
-        self.flops_per_item = llama_flops_per_token(self.config)
-        self.n_weights = llama_weights_per_token(self.config) + config.vocab_size * config.dim  # and the embedding
+        self.flops_per_item = flops_per_token(config)
+        self.n_weights = weights_per_token(config)
+        self.n_weights += 0 if getattr(config, "tied", False) else config.vocab_size * config.dim  # the embedding
 
     @classmethod
     def sizes(cls, options):
         if options.uses(*(kind for kind in KINDS if kind not in ("replicate", "shard"))):
+            family = "chapter 4's Llama" if options.family in (None, PLAIN) else f"--family {options.family}"
             raise UsageError(
-                f"{options.how}: chapter 4's Llama runs in copies and shards only, "
+                f"{options.how}: {family} runs in copies and shards only, "
                 "because no strategy here divides its layers; "
                 "expected single, ddp or fsdp, or --replicate and --shard"
             )
         if options.path == "fast":
-            raise UsageError("--path fast: there is no fast path for chapter 4's Llama; expected --path plain")
+            raise UsageError("--path fast: there is no fast path for a Llama; expected --path plain")
         return {}
 
     def new_model(self) -> nn.Module:
-        from lib.llama import Llama
-
-        return Llama(self.config)
+        return make_llama(self.config)
 
     def plain_logits(self, model, inputs):
         return model(inputs)
 
     def exported(self, weights):
+        if isinstance(self.config, VariantConfig):
+            return export.variant_for_transformers(weights, self.config)
         return export.llama_for_transformers(weights, self.config)
-
-
-def llama_flops_per_token(config: llama.LlamaConfig) -> int:
-    """FLOPs of a training step for each token, counted as chapter 8 counts GPT-2's."""
-    attention = 2 * config.context_len * config.dim
-    return 3 * 2 * (llama_weights_per_token(config) + config.n_layers * attention)
-
-
-def llama_weights_per_token(config: llama.LlamaConfig) -> int:
-    """Weights that a token is multiplied by: those of the blocks and of the output layer."""
-    kv_width = config.n_kv_heads * config.head_dim
-    block = 2 * config.dim * (config.dim + kv_width) + 3 * config.dim * config.hidden_dim
-    return config.n_layers * block + config.vocab_size * config.dim
 
 
 class Loss(nn.Module):

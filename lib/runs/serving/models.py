@@ -19,6 +19,7 @@ from lib.given.models.variants import VariantConfig, variant_tensors
 from lib.gpt2 import GPT2
 from lib.gpt2 import load_pretrained as load_gpt2
 from lib.llama import Llama, convert_hf_state_dict
+from lib.runs.engine.variants import config_from, make_llama
 from lib.runs.flags import UsageError
 from lib.runs.memory import shortage
 from lib.runs.serving import families
@@ -28,8 +29,10 @@ from lib.runs.serving.settings import LLAMA_SIZES, one_line, read_end_ids, read_
 from lib.runs.serving.text import ByteTokenizer, FileTokenizer, Tokenizer
 from lib.runs.variants import VariantLlama, scaled_frequencies
 
-KINDS: dict[str, Any] = {"GPT2Task": (GPT2Config, GPT2), "LlamaTask": (LlamaConfig, Llama)}
-"""Configuration and model of each task of ``lib.runs`` that generates text."""
+KINDS: dict[str, Any] = {
+    "GPT2Task": (lambda settings: GPT2Config(**settings), GPT2), "LlamaTask": (config_from, make_llama),
+}  # fmt: skip
+"""How the configuration and the model of each task of ``lib.runs`` that generates text are made."""
 RUN = ("task", "config", "data")  # of the description of a run
 TINY = LlamaConfig(vocab_size=256, dim=256, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=256, context_len=1024)
 
@@ -116,10 +119,11 @@ def _from_runs(folder: Path, tokenizer: str | None) -> tuple[nn.Module, Tokenize
         raise UsageError(f"--model {path.parent} is a checkpoint of {run['task']}; expected one of {', '.join(KINDS)}")
     make_config, make_model = KINDS[run["task"]]
     try:
-        model = make_model(make_config(**run["config"]))
+        model = make_model(make_config(run["config"]))
         model.load_state_dict(weights)
     except (TypeError, ValueError, RuntimeError) as error:  # of a version with other settings, or with mixtures
-        text = f"the checkpoint is not of a plain {make_model.__name__} of this version"
+        name = run["task"].removesuffix("Task")
+        text = f"the checkpoint is not of a plain {name} of this version"
         raise UsageError(f"--model {path}: {text}: {one_line(str(error).splitlines())}") from None
     files = (
         place / "tokenizer.json" for place in (folder, folder.parent)
