@@ -329,6 +329,9 @@ class LlamaTask(Task):
     def new_model(self) -> nn.Module:
         return make_llama(self.config)
 
+    def describe(self):
+        return {"family": self.options.family or PLAIN, **super().describe()}
+
     def plain_logits(self, model, inputs):
         return model(inputs)
 

@@ -15,9 +15,11 @@ from lib.given.models.variants import (
     VariantConfig,
 )  # fmt: skip
 from lib.runs.serving.kinds import ALIKE, Kind, Problems, is_number, shown
-from lib.runs.serving.ropes import LOCAL, ROPE, SHARE, problems_of_rope, rope_scaling, rope_theta, rotary_share
+from lib.runs.serving.ropes import LOCAL, ROPE, SHARE, problems_of_rope, rope_scaling, rope_theta, rotary_shares
 
 PATTERN = "sliding_window_pattern"
+TURNED = 0.25
+"""Share of a head's features that turn in a Qwen3-Next that does not say."""
 
 
 def layer_types(settings: dict[str, Any], family: str) -> Any:
@@ -47,7 +49,9 @@ def config_of(settings: dict[str, Any], family: str) -> VariantConfig:
     head_dim = sizes.get("head_dim", sizes["dim"] // sizes["n_heads"])
     sliding = known.sliding_theta
     if family == "qwen3_next":
-        sizes |= {name: settings[name] for name in LINEAR_SIZES} | {"rotary_share": rotary_share(settings, 0.25)}
+        sizes |= {name: settings[name] for name in LINEAR_SIZES} | {
+            "rotary_share": next(iter(rotary_shares(settings)), TURNED)
+        }
     return VariantConfig(
         **FAMILIES[family], **sizes,
         norm_eps=settings.get("rms_norm_eps", known.eps),
@@ -116,8 +120,11 @@ def _problems_of_states(settings: dict[str, Any], head_dim: int) -> Problems:
     n_keys, n_values = (settings.get(f"linear_num_{kind}_heads") for kind in ("key", "value"))
     if type(n_keys) is type(n_values) is int and n_keys > 0 and n_values % n_keys:
         yield f"config.json: linear_num_value_heads = {n_values} is not a multiple of linear_num_key_heads = {n_keys}"
-    share, width = rotary_share(settings, 0.25), settings.get("head_dim", head_dim)
-    if not is_number(share) or not 0 < share <= 1:
+    shares, width = rotary_shares(settings) or [TURNED], settings.get("head_dim", head_dim)
+    share = shares[0]
+    if any(other != share for other in shares):
+        yield f"config.json: {SHARE} = {' and '.join(map(repr, shares))} contradict each other"
+    elif not is_number(share) or not 0 < share <= 1:
         yield f"config.json: {SHARE} = {shown(share)}, expected a number above 0, and at most 1"
     elif type(width) is int and (int(width * share) % 2 or int(width * share) < 2):
         yield f"config.json: {SHARE} = {share} of head_dim = {width} turns {int(width * share)}, expected pairs"

@@ -42,10 +42,10 @@ def rope_scaling(settings: dict[str, Any]) -> Rope | None:
     return None
 
 
-def rotary_share(settings: dict[str, Any], default: float) -> Any:
-    """The share of a head's features that turn, which stands beside the other settings or among the rotation's."""
+def rotary_shares(settings: dict[str, Any]) -> list[Any]:
+    """The share of a head's features that turn, as the rotation's settings and those beside them have it, if any do."""
     found = [rope.get(SHARE) for _, _, rope in _ropes(settings) if isinstance(rope, dict)]
-    return next((share for share in (*found, settings.get(SHARE)) if share is not None), default)
+    return [share for share in (*found, settings.get(SHARE)) if share is not None]
 
 
 def problems_of_rope(
