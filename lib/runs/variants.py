@@ -113,7 +113,7 @@ class VariantBlock(nn.Module):
         return x + self.ffn_post_norm(self.feed_forward(self.ffn_norm(x)))
 
     def attend(
-        self, x: Float[Tensor, "n c"], rope: Complex[Tensor, "n half_d"], attend: Callable[..., Tensor]
+        self, x: Float[Tensor, "n c"], rope: Complex[Tensor, "n half_r"], attend: Callable[..., Tensor]
     ) -> Float[Tensor, "n c"]:
         """The block for tokens of many requests, each at a position of its own.
 
@@ -122,21 +122,21 @@ class VariantBlock(nn.Module):
             rope: The rotation of each.
             attend: ``attend(q, k, v)`` of chapter 21's step, which keeps the keys and values.
         """
+        return self.around(x, lambda h: self.attend_rows(h, rope, attend))
 
-        def attention(h: Tensor) -> Tensor:
-            a: Any = self.attention
-            q = a.q_proj(h).unflatten(-1, (a.n_heads, -1))[None]
-            q, gate = q.chunk(2, dim=-1) if a.gate else (q, None)
-            k, v = (proj(h).unflatten(-1, (a.n_kv_heads, -1))[None] for proj in (a.k_proj, a.v_proj))
-            if a.normed:
-                q, k = (qk_norm(x, norm["weight"], *a.norm) for x, norm in ((q, a.q_norm), (k, a.k_norm)))
-            q, k = (apply_partial_rope(x, rope, a.layout) for x in (q, k))
-            if a.scale is not None:  # chapter 21's attention divides by the root of the width
-                q = q * (a.scale * q.shape[-1] ** 0.5)
-            out = attend(q[0], k[0], v[0])
-            return a.o_proj((out if gate is None else out * torch.sigmoid(gate[0])).flatten(1))
-
-        return self.around(x, attention)
+    def attend_rows(self, h: Tensor, rope: Tensor, attend: Callable[..., Tensor]) -> Tensor:
+        """The attention of `attend`, from what its norm returns to what its last projection returns."""
+        a: Any = self.attention
+        q = a.q_proj(h).unflatten(-1, (a.n_heads, -1))[None]
+        q, gate = q.chunk(2, dim=-1) if a.gate else (q, None)
+        k, v = (proj(h).unflatten(-1, (a.n_kv_heads, -1))[None] for proj in (a.k_proj, a.v_proj))
+        if a.normed:
+            q, k = (qk_norm(x, norm["weight"], *a.norm) for x, norm in ((q, a.q_norm), (k, a.k_norm)))
+        q, k = (apply_partial_rope(x, rope, a.layout) for x in (q, k))
+        if a.scale is not None:  # chapter 21's attention divides by the root of the width
+            q = q * (a.scale * q.shape[-1] ** 0.5)
+        out = attend(q[0], k[0], v[0])
+        return a.o_proj((out if gate is None else out * torch.sigmoid(gate[0])).flatten(1))
 
 
 class VariantLlama(nn.Module):
@@ -145,6 +145,7 @@ class VariantLlama(nn.Module):
     Attributes:
         config: The argument.
         tok_embeddings, layers, norm, output: As in chapter 4's ``Llama``; ``output`` is None if it is tied.
+        first: Position of the first token without a cache; above 0 on ranks that have a later piece of the sequence.
         ropes: For each kind of layer the rotations of ``context_len`` positions, complex64, plain tensors.
     """
 
@@ -155,7 +156,7 @@ class VariantLlama(nn.Module):
         self.layers = nn.ModuleList(VariantBlock(config, layer) for layer in range(config.n_layers))
         self.norm = make_norm(config)
         self.output = None if config.tied else nn.Linear(config.dim, config.vocab_size, bias=False)
-        self.ropes = make_ropes(config)
+        self.ropes, self.first = make_ropes(config), 0
         for parameter in self.parameters():
             if parameter.dim() == 2:
                 nn.init.normal_(parameter, std=STD)
@@ -188,7 +189,7 @@ class VariantLlama(nn.Module):
         Raises:
             ValueError: the cache's length + T is more than ``context_len``; the message names both.
         """
-        start = cache[0].length if cache else 0
+        start = cache[0].length if cache else self.first
         end = start + tokens.shape[1]
         if end > self.config.context_len:
             raise ValueError(f"{end} positions ({start} cached) do not fit: context_len is {self.config.context_len}")

@@ -16,12 +16,12 @@ from lib import amp, training
 from lib.fast import models as fast
 from lib.given.models import vit
 from lib.given.models.gpt2 import GPT2_LARGE, GPT2_MEDIUM, GPT2_SMALL, GPT2_XL, TINY, GPT2Config
-from lib.given.models.variants import VariantConfig
+from lib.given.models.variants import SLIDING, VariantConfig
 from lib.given.parallel.sharding import blocks_of
 from lib.runs.data.corpus import is_corpus
 from lib.runs.engine import export
 from lib.runs.engine.experts import extra_weights, put_mixtures
-from lib.runs.engine.options import CONTENTS, HEAD, KINDS, Options
+from lib.runs.engine.options import CONTENTS, HEAD, Options
 from lib.runs.engine.sources import Source, open_pictures, open_tokens
 from lib.runs.engine.variants import PLAIN, flops_per_token, llama_sizes, make_llama, weights_per_token
 from lib.runs.flags import UsageError
@@ -43,6 +43,7 @@ class Task:
         n_classes: Number of logits.
         first_parts, last_parts: The model's parts before its blocks and after them.
         scores: Names of what an evaluation computes for each batch.
+        layout: Which positions ranks that divide a sequence have, as in chapter 18.
         n_weights: Number of weights of all its matrices: what a model needs at least.
         size_flags: Flags that change the size of the model.
         tokens_per_row: Positions that a row of a batch has in the residual stream.
@@ -60,6 +61,7 @@ class Task:
     first_parts: tuple[str, ...]
     last_parts: tuple[str, ...]
     scores: tuple[str, ...] = ("held_out_loss",)
+    layout: str = "zigzag"
     size_flags: tuple[str, ...] = ("--dim", "--n-layers", "--model")
     n_weights: int
     tokens_per_row: int
@@ -300,7 +302,7 @@ class GPT2Task(Task):
 class LlamaTask(Task):
     """Next-token prediction by chapter 4's model or a variant of it, on the plain path, in copies or shards."""
 
-    unit = "token"
+    unit, layout = "token", "contiguous"
     size_flags = ("--model",)
 
     def __init__(self, options: Options):
@@ -315,16 +317,19 @@ class LlamaTask(Task):
 
     @classmethod
     def sizes(cls, options):
-        if options.uses(*(kind for kind in KINDS if kind not in ("replicate", "shard"))):
+        config = llama_sizes(options)
+        divides = isinstance(config, VariantConfig) and SLIDING not in config.layer_types
+        if options.uses("tensor", "pipeline", "expert", *([] if divides else ["context"])):
             family = "chapter 4's Llama" if options.family in (None, PLAIN) else f"--family {options.family}"
+            more = ", or --context" if divides else "; --context divides qwen3 without --window, and qwen3_next"
             raise UsageError(
-                f"{options.how}: {family} runs in copies and shards only, "
+                f"{options.how}: {family} runs in copies and shards only{', or with divided sequences' * divides}, "
                 "because no strategy here divides its layers; "
-                "expected single, ddp or fsdp, or --replicate and --shard"
+                f"expected single, ddp or fsdp, or --replicate and --shard{more}"
             )
         if options.path == "fast":
             raise UsageError("--path fast: there is no fast path for a Llama; expected --path plain")
-        return {}
+        return {"context": {"length": config.context_len}}
 
     def new_model(self) -> nn.Module:
         return make_llama(self.config)

@@ -9,12 +9,13 @@ from transformers import AutoModelForCausalLM
 
 from lib.given.models.llama import LLAMA_2_7B, TINY
 from lib.given.models.variants import DEFAULTS, FULL, LINEAR, SLIDING, variant_of
+from lib.ranks import pool
 from lib.runs import evaluate
 from lib.runs.engine import variants
 from lib.runs.serving import models
 from lib.runs.train_llama import main
 from tests.house.runs import runs_programs as programs
-from tests.house.runs.test_runs import curve, on_ranks, train
+from tests.house.runs.test_runs import curve, on_ranks, same, train
 
 CASES = {
     "qwen3": "--window 5 --interval 2",
@@ -60,6 +61,32 @@ def check_export(family, folder):
     (folder / "one.jsonl").write_text(json.dumps({"query": "7", "choices": ["1", "2"], "gold": 0}))
     flags = ["--model", str(folder / "ck"), "--tasks", str(folder / "one.jsonl"), "--shots", "0", "--device", "cpu"]
     assert evaluate.main([*flags, "--tokenizer", "bytes"]) == 0
+
+
+@pytest.mark.parametrize(("n_ranks", "length", "dtype"), [(2, 14, torch.float64), (3, 9, torch.float32)])
+def test_a_linear_layer_hands_one_state_to_the_next_rank(n_ranks, length, dtype):
+    result = pool("gloo").run(programs.divided_states, length, dtype, n_ranks=n_ranks, time_limit_s=100)
+    state, rows = 2 * 4 * 6 * 5 * dtype.itemsize, 2 * 2 * (2 * 2 * 6 + 4 * 5) * dtype.itemsize
+    for rank, ledger in enumerate(result.ledgers):
+        forward = ledger.before("backward")
+        backward = [record for record in ledger.before("end") if record not in forward]
+        for records, sends in ((forward, rank < n_ranks - 1), (backward, rank > 0)):
+            sent = sorted(record.n_bytes for record in records if record.to is not None)
+            assert sent == sorted([state, rows] if sends else [])  # the convolution's last inputs, and one state
+
+
+def test_divided_sequences_train_as_one_process_does(tmp_path):
+    command = (
+        "llama --data synthetic --items 16 --batch 4 --length 16 --steps 3 --lr 1e-2 --eval-every 2 --optimizer sgd"
+    )
+    cases = {"qwen3": ["--strategy cp"], "qwen3_next": ["--strategy cp", "--strategy cp --engine torch"]}
+    ways = [(family, way) for family, found in cases.items() for way in found]
+    train(*(f"{command} --family {family} --log {tmp_path}/{family}" for family in cases))
+    on_ranks(
+        programs.run_all, [f"{command} --family {f} {way} --log {tmp_path}/{i}" for i, (f, way) in enumerate(ways)]
+    )
+    for i, (family, _) in enumerate(ways):
+        same(tmp_path / str(i), curve(tmp_path / family), 1e-3)
 
 
 @pytest.mark.parametrize("family", ["gemma3", "qwen3_next"])
