@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from lib.runs.flags import Parser, UsageError, positive, whole
-from lib.runs.memory import block_bytes, check_need, shortage
+from lib.runs.memory import block_bytes, check_need, shortage, state_bytes
 
 NEEDED = ("fastapi", "uvicorn", "prometheus_client", "tokenizers", "jinja2")
 KEY_VARIABLE = "SERVE_API_KEY"
@@ -134,14 +134,15 @@ def is_loopback(address: str) -> bool:
 def count_blocks(config: Any, block_size: int, dtype: torch.dtype, device: torch.device) -> int:
     """Number of blocks of the cache.
 
-    On a GPU they fill 0.9 of the free memory, less 0.1 of the total, which activations need. Elsewhere they hold 64
-    full contexts.
+    On a GPU they fill 0.9 of the free memory, less 0.1 of the total, which activations need, and less the states of 64
+    sequences. Elsewhere they hold 64 full contexts.
     """
     whole_contexts = CONTEXTS * -(-config.context_len // block_size)
     if device.type != "cuda":
         return whole_contexts
     free, total = torch.cuda.mem_get_info(device)
-    n_blocks = int((0.9 * free - 0.1 * total) // block_bytes(config, block_size, dtype))
+    room = 0.9 * free - 0.1 * total - CONTEXTS * state_bytes(config, dtype)
+    n_blocks = int(room // block_bytes(config, block_size, dtype))
     if n_blocks < 1:
         raise UsageError(
             f"no memory is left for the cache: {free / 1e9:.1f} GB are free; expected a larger GPU, or a smaller model"

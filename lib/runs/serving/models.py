@@ -15,7 +15,7 @@ from lib.given.data.corpora import language_reference
 from lib.given.data.weights import CheckpointError, check_shapes, load_weights
 from lib.given.models.gpt2 import GPT2Config
 from lib.given.models.llama import LlamaConfig, rope_of
-from lib.given.models.variants import VariantConfig, variant_tensors
+from lib.given.models.variants import VariantConfig, family_of, variant_tensors
 from lib.gpt2 import GPT2
 from lib.gpt2 import load_pretrained as load_gpt2
 from lib.llama import Llama, convert_hf_state_dict
@@ -76,6 +76,22 @@ def load(model: str, name: str | None, tokenizer: str | None, dtype: torch.dtype
     name = name or ("tiny" if model == "tiny" else folder.resolve().name)
     name = name.encode(errors="surrogateescape").decode(errors="replace")
     return Served(name, net, made[1], None if model == "tiny" else read_template(folder))
+
+
+def load_plain(model: str, tokenizer: str | None) -> Served:
+    """Load chapter 4's Llama or chapter 6's GPT-2 on the host, in float32, for a program that trains it further.
+
+    Raises:
+        UsageError: as `load`; or it is another model.
+    """
+    served = load(model, None, tokenizer, torch.float32, torch.device("cpu"))
+    if isinstance(served.model, VariantLlama):
+        family = family_of(served.model.config)
+        raise UsageError(
+            f"--model {model} is of the family {family}, which lib.runs.train_llama trains; "
+            "expected a plain Llama or a GPT-2"
+        )
+    return served
 
 
 def weight_bytes(model: str) -> int:

@@ -8,12 +8,19 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lib.given.models.llama import LLAMA_2_7B, TINY
+from lib.given.models.serving import Request
 from lib.given.models.variants import DEFAULTS, FULL, LINEAR, SLIDING, variant_of
 from lib.ranks import pool
-from lib.runs import evaluate
+from lib.runs import evaluate, serve
 from lib.runs.engine import variants
+from lib.runs.flags import UsageError
+from lib.runs.memory import state_bytes
 from lib.runs.serving import models
+from lib.runs.serving.metrics import Metrics
+from lib.runs.serving.prefix import PrefixEngine
+from lib.runs.serving.wanted import Wanted
 from lib.runs.train_llama import main
+from lib.serving import Scheduler, generate_many
 from tests.house.runs import runs_programs as programs
 from tests.house.runs.test_runs import curve, on_ranks, same, train
 
@@ -150,3 +157,46 @@ def test_a_checkpoint_of_another_family_is_refused(tmp_path):
     ((status, said),) = programs.run_all(0, 1, [f"{command} --steps 2 --family qwen3"])
     assert status == 2
     assert "family = 'llama', this one has 'qwen3'" in said
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory):
+    """A checkpoint of a hybrid."""
+    folder = tmp_path_factory.mktemp("hybrid")
+    assert main(f"--family qwen3_next --data synthetic --items 8 --batch 4 --length 8 --steps 1 --quiet "
+                f"--checkpoint {folder} --device cpu".split()) == 0  # fmt: skip
+    return folder
+
+
+def test_a_program_that_trains_plain_models_refuses_a_family(hybrid):
+    with pytest.raises(UsageError, match=r"family qwen3_next.*expected a plain Llama or a GPT-2"):
+        models.load_plain(str(hybrid), "bytes")
+
+
+def test_drafts_are_refused_where_a_state_cannot_take_them_back(hybrid):
+    model = models.load(str(hybrid), None, "bytes", torch.float32, torch.device("cpu")).model
+    options = serve.make_parser().parse_args(["--model", str(hybrid), "--draft", "prompt"])
+    with pytest.raises(UsageError, match=r"--draft prompt.*linear layers.*expected no --draft"):
+        serve.make_engine(model, Scheduler(8, 8, 4), Metrics(8), options)
+
+
+def test_answers_to_one_prompt_go_on_from_copies_of_its_state(hybrid):
+    """As if each was asked alone; and no beginning is taken from the tree, whose blocks hold no state."""
+    model = models.load(str(hybrid), None, "bytes", torch.float32, torch.device("cpu")).model
+    prompt, found = [3, 1, 4, 1, 5], list[int]()
+    engine = PrefixEngine(model, Scheduler(16, 32, 2), found.append)
+    first = Request(prompt, 3, temperature=1.0, seed=1)
+    others = [Wanted(prompt, 3, temperature=1.0, seed=seed, first=first) for seed in (2, 3)]
+    tokens: dict[Request, list[int]] = {request: [] for request in (first, *others)}
+    for request in tokens:
+        engine.submit(request)
+    assert engine.n_held == 2
+    while engine.is_busy:
+        for request, token in engine.step():
+            tokens[request].append(token)
+    for request, drawn in tokens.items():
+        alone = Request(prompt, 3, temperature=1.0, seed=request.seed)
+        assert [token for _, token in generate_many(model, [alone], Scheduler(16, 32, 2))] == drawn
+    assert set(found) == {0}
+    assert engine.states.held == {}
+    assert state_bytes(model.config, torch.float32) == 2 * 4 * (3 * 512 + 8 * 32 * 32)
