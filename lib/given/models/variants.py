@@ -166,7 +166,7 @@ def variant_of(
     every = min(interval or known.interval or 4, sizes.n_layers) if kind == LINEAR or has_windows else 1
     more: dict[str, Any] = {"sliding_window": window or max(1, sizes.context_len // 4)} if has_windows else {}
     if kind == LINEAR:
-        more = heads | dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), sizes.head_dim)
+        more |= heads | dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), sizes.head_dim)
         more["rotary_share"] = 0.25
     return VariantConfig(
         **asdict(sizes) | FAMILIES[family] | more | {"norm_eps": known.eps, "rope_theta": known.theta},
