@@ -8,6 +8,7 @@ The learner's engine reads each step's logits before it schedules the next.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from lib.fast.attention.paged import Tiles, cut
 from lib.fast.decode import MOST_SEQUENCES, Steps, can_step
 from lib.fast.parts.sample import NOT_FINITE, sample_rows
+from lib.fast.states import States
 from lib.flash_attention import flash_attention
 from lib.given.kernels.paged import window_of
 from lib.given.models.serving import Chunk, Layout, Progress, Request, check_request, lay_out, next_logits
@@ -65,7 +67,8 @@ class Runner:
         sequences: For each request that has keys and values in the cache, its id there.
         drafted: How many of a request's pending tokens are drafts; the logits before each of them are wanted too.
         steps: The fast way through the model; None where it does not fit.
-        windows: For each layer the keys that a query sees; None for all up to its own.
+        windows: For each layer with keys how many a query sees; None for all up to its own.
+        states: Of the model's linear layers; None where it has none.
     """
 
     def __init__(
@@ -79,6 +82,7 @@ class Runner:
         self.sequences: dict[Progress, int] = {}
         self.drafted: dict[Progress, int] = {}
         self.windows = getattr(model.config, "windows", [None] * len(self.cache.keys))
+        self.states = States(self.cache) if "linear_attention" in getattr(model.config, "layer_types", ()) else None
         self.steps = Steps(model, self.cache, scheduler.max_tokens) if self.is_fast() else None
         self._known = [(-1, 0)] * MOST_SEQUENCES  # whose table each row of the next step holds, and of how many blocks
         self._flight = InFlight()
@@ -113,6 +117,8 @@ class Runner:
         """Free the blocks of requests that no longer run: they ended, were cancelled or were preempted."""
         for progress in [progress for progress in self.sequences if progress not in self.scheduler.running]:
             self.cache.free(self.sequences.pop(progress))
+        if self.states is not None:
+            self.states.forget()
 
     @torch.no_grad()
     def run(self, chunks: list[Chunk]) -> Iterator[Float[Tensor, " v"]]:
@@ -269,6 +275,8 @@ class Runner:
                     part.copy_(self._attend_many(queries.transpose(0, 1), i, layer).transpose(0, 1))
             return out
 
+        if self.states is not None:
+            vars(attend)["recur"] = partial(self.states.recur, ids, row.sizes)
         return attend
 
     def _attend_one(self, q: Float[Tensor, "b h d"], ids: list[int], layer: int) -> Float[Tensor, "b h d"]:

@@ -58,6 +58,15 @@ def block_bytes(config: Any, block_size: int, dtype: torch.dtype) -> int:
     return 2 * n_layers * n_kv_heads * head_dim * block_size * dtype.itemsize
 
 
+def state_bytes(config: Any, dtype: torch.dtype) -> int:
+    """Bytes of the states of a sequence in the model's linear layers, whatever its length."""
+    if "linear_attention" not in getattr(config, "layer_types", ()):
+        return 0
+    from lib.linear_attention import hybrid_cache_bytes
+
+    return hybrid_cache_bytes(config, 1, 0, dtype.itemsize, max(dtype.itemsize, 4))
+
+
 def check_need(n_bytes: int, device: torch.device, what: str, flags: Iterable[str]) -> None:
     """Refuse what cannot fit, before anything is allocated or written.
 

@@ -1,7 +1,8 @@
-"""Chapter 4's Llama with chapter 23's variants: the models of Qwen3, OLMo 3 and Gemma 3, as their settings ask for.
+"""Chapter 4's Llama with the variants of chapters 23 and 24: the models of Qwen3, OLMo 3, Gemma 3 and Qwen3-Next,
+as their settings ask for.
 
 The parts are the reader's own: chapter 4's norm and feed-forward layer, chapter 23's attention, frequencies and
-caches.
+caches, chapter 24's layer with a state.
 """
 
 from collections.abc import Callable
@@ -23,7 +24,8 @@ from lib.attention_variants import (
     yarn_frequencies,
 )  # fmt: skip
 from lib.given.models.llama import rope_of
-from lib.given.models.variants import FULL, SLIDING, VariantConfig
+from lib.given.models.variants import FULL, LINEAR, SLIDING, VariantConfig
+from lib.linear_attention import DeltaCache, GatedDeltaNet
 from lib.llama import RMSNorm, SwiGLU
 from lib.rope import rope_frequencies
 
@@ -62,12 +64,26 @@ def make_norm(config: VariantConfig) -> nn.Module:
     return RMSNorm(config.dim, config.norm_eps)
 
 
+def make_mixer(config: VariantConfig, kind: str) -> nn.Module:
+    """The part of a block in which positions see each other."""
+    c = config
+    if kind == LINEAR:
+        return GatedDeltaNet(
+            c.dim, c.linear_num_key_heads, c.linear_num_value_heads, c.linear_key_head_dim, c.linear_value_head_dim,
+            c.linear_conv_kernel_dim, c.norm_eps,
+        )  # fmt: skip
+    return CausalAttention(
+        c.dim, c.n_heads, c.n_kv_heads, c.head_dim, window=c.sliding_window if kind == SLIDING else None,
+        qk_norm=c.qk_norm, norm_offset=c.norm_offset, gate=c.gate, scale=c.scale, eps=c.norm_eps,
+    )  # fmt: skip
+
+
 class VariantBlock(nn.Module):
     """Attention, then a feed-forward layer, with norms before them, after them, or both.
 
     Attributes:
-        kind: "full_attention" or "sliding_attention".
-        attention: Chapter 23's ``CausalAttention``.
+        kind: "full_attention", "sliding_attention" or "linear_attention".
+        attention: Chapter 23's ``CausalAttention``, or chapter 24's ``GatedDeltaNet``.
         feed_forward: A ``SwiGLU`` or a ``GeGLU``.
         attention_norm, ffn_norm: Norms before the two; they do nothing where the model has none there.
         attention_post_norm, ffn_post_norm: Norms after them, likewise.
@@ -77,19 +93,18 @@ class VariantBlock(nn.Module):
         super().__init__()
         c = config
         self.kind = c.layer_types[layer]
-        self.attention = CausalAttention(
-            c.dim, c.n_heads, c.n_kv_heads, c.head_dim, window=c.windows[layer], qk_norm=c.qk_norm,
-            norm_offset=c.norm_offset, scale=c.scale, eps=c.norm_eps,
-        )  # fmt: skip
+        self.attention = make_mixer(config, self.kind)
         self.feed_forward = (GeGLU if c.activation == "gelu_tanh" else SwiGLU)(c.dim, c.hidden_dim)
         before, after = (c.norms in (place, "both") for place in ("before", "after"))
         self.attention_norm, self.ffn_norm = (make_norm(c) if before else nn.Identity() for _ in range(2))
         self.attention_post_norm, self.ffn_post_norm = (make_norm(c) if after else nn.Identity() for _ in range(2))
 
     def forward(
-        self, x: Float[Tensor, "b t c"], rope: Complex[Tensor, "t half_d"], cache: Any = None
+        self, x: Float[Tensor, "b t c"], rope: Complex[Tensor, "t half_r"] | None, cache: Any = None
     ) -> Float[Tensor, "b t c"]:
         """``x`` plus the outputs of attention and feed-forward."""
+        if self.kind == LINEAR:
+            return self.around(x, lambda h: self.attention(h, cache))
         return self.around(x, lambda h: self.attention(h, rope, cache))
 
     def around(self, x: Tensor, attention: Callable[[Tensor], Tensor]) -> Tensor:
@@ -98,7 +113,7 @@ class VariantBlock(nn.Module):
         return x + self.ffn_post_norm(self.feed_forward(self.ffn_norm(x)))
 
     def attend(
-        self, x: Float[Tensor, "n c"], rope: Complex[Tensor, "n half_d"], attend: Callable[..., Tensor]
+        self, x: Float[Tensor, "n c"], rope: Complex[Tensor, "n half_r"], attend: Callable[..., Tensor]
     ) -> Float[Tensor, "n c"]:
         """The block for tokens of many requests, each at a position of its own.
 
@@ -107,19 +122,21 @@ class VariantBlock(nn.Module):
             rope: The rotation of each.
             attend: ``attend(q, k, v)`` of chapter 21's step, which keeps the keys and values.
         """
+        return self.around(x, lambda h: self.attend_rows(h, rope, attend))
 
-        def attention(h: Tensor) -> Tensor:
-            a: Any = self.attention
-            q = a.q_proj(h).unflatten(-1, (a.n_heads, -1))[None]
-            k, v = (proj(h).unflatten(-1, (a.n_kv_heads, -1))[None] for proj in (a.k_proj, a.v_proj))
-            if a.normed:
-                q, k = (qk_norm(x, norm["weight"], *a.norm) for x, norm in ((q, a.q_norm), (k, a.k_norm)))
-            q, k = (apply_partial_rope(x, rope, a.layout) for x in (q, k))
-            if a.scale is not None:  # chapter 21's attention divides by the root of the width
-                q = q * (a.scale * q.shape[-1] ** 0.5)
-            return a.o_proj(attend(q[0], k[0], v[0]).flatten(1))
-
-        return self.around(x, attention)
+    def attend_rows(self, h: Tensor, rope: Tensor, attend: Callable[..., Tensor]) -> Tensor:
+        """The attention of `attend`, from what its norm returns to what its last projection returns."""
+        a: Any = self.attention
+        q = a.q_proj(h).unflatten(-1, (a.n_heads, -1))[None]
+        q, gate = q.chunk(2, dim=-1) if a.gate else (q, None)
+        k, v = (proj(h).unflatten(-1, (a.n_kv_heads, -1))[None] for proj in (a.k_proj, a.v_proj))
+        if a.normed:
+            q, k = (qk_norm(x, norm["weight"], *a.norm) for x, norm in ((q, a.q_norm), (k, a.k_norm)))
+        q, k = (apply_partial_rope(x, rope, a.layout) for x in (q, k))
+        if a.scale is not None:  # chapter 21's attention divides by the root of the width
+            q = q * (a.scale * q.shape[-1] ** 0.5)
+        out = attend(q[0], k[0], v[0])
+        return a.o_proj((out if gate is None else out * torch.sigmoid(gate[0])).flatten(1))
 
 
 class VariantLlama(nn.Module):
@@ -128,6 +145,7 @@ class VariantLlama(nn.Module):
     Attributes:
         config: The argument.
         tok_embeddings, layers, norm, output: As in chapter 4's ``Llama``; ``output`` is None if it is tied.
+        first: Position of the first token without a cache; above 0 on ranks that have a later piece of the sequence.
         ropes: For each kind of layer the rotations of ``context_len`` positions, complex64, plain tensors.
     """
 
@@ -138,7 +156,7 @@ class VariantLlama(nn.Module):
         self.layers = nn.ModuleList(VariantBlock(config, layer) for layer in range(config.n_layers))
         self.norm = make_norm(config)
         self.output = None if config.tied else nn.Linear(config.dim, config.vocab_size, bias=False)
-        self.ropes = make_ropes(config)
+        self.ropes, self.first = make_ropes(config), 0
         for parameter in self.parameters():
             if parameter.dim() == 2:
                 nn.init.normal_(parameter, std=STD)
@@ -148,14 +166,17 @@ class VariantLlama(nn.Module):
         """The ``VariantBlock`` of each layer, in order."""
         return list(self.layers)
 
-    def make_cache(self, batch: int, max_len: int) -> list[KVCache | RollingKVCache]:
-        """One empty cache a layer; that of a sliding layer holds its window only."""
-        weight, c = self.tok_embeddings.weight, self.config
+    def make_cache(self, batch: int, max_len: int) -> list[KVCache | RollingKVCache | DeltaCache]:
+        """One empty cache a layer; a sliding layer's holds its window only, a linear layer's a state."""
+        c, like = self.config, {"dtype": self.tok_embeddings.weight.dtype, "device": self.tok_embeddings.weight.device}
         caches = []
-        for window in c.windows:
+        for block in self.blocks:
+            if block.kind == LINEAR:
+                caches.append(block.attention.make_cache(batch, **like))
+                continue
+            window = c.sliding_window if block.kind == SLIDING else None
             make: Any = KVCache if window is None else RollingKVCache
-            shape = batch, c.n_kv_heads, window or max_len, c.head_dim
-            caches.append(make(*shape, dtype=weight.dtype, device=weight.device))
+            caches.append(make(batch, c.n_kv_heads, window or max_len, c.head_dim, **like))
         return caches
 
     def forward(self, tokens: Int[Tensor, "b t"], cache: list[Any] | None = None) -> Float[Tensor, "b t v"]:
@@ -168,25 +189,32 @@ class VariantLlama(nn.Module):
         Raises:
             ValueError: the cache's length + T is more than ``context_len``; the message names both.
         """
-        start = cache[0].length if cache else 0
+        start = cache[0].length if cache else self.first
         end = start + tokens.shape[1]
         if end > self.config.context_len:
             raise ValueError(f"{end} positions ({start} cached) do not fit: context_len is {self.config.context_len}")
         ropes = {kind: rope[start:end] for kind, rope in self.ropes_on(tokens.device).items()}
         x = self.embed(tokens)
         for i, layer in enumerate(self.blocks):
-            x = layer(x, ropes[layer.kind], cache[i] if cache else None)
+            x = layer(x, ropes.get(layer.kind), cache[i] if cache else None)
         return self.scores(x)
 
     def next_logits(
-        self, tokens: Int[Tensor, " n"], positions: Int[Tensor, " n"], rows: Int[Tensor, " r"],
-        attend: Callable[..., Tensor],
-    ) -> Float[Tensor, "r v"]:  # fmt: skip
-        """As ``lib.given.models.serving.next_logits``, which calls this."""
+        self, tokens: Int[Tensor, " n"], positions: Int[Tensor, " n"], rows: Int[Tensor, " r"], attend: Any
+    ) -> Float[Tensor, "r v"]:
+        """As ``lib.given.models.serving.next_logits``, which calls this.
+
+        Layers with keys are counted by themselves; for the others ``attend.recur(i, net, h)`` computes layer i, the
+        ``GatedDeltaNet`` net, on h ``[N, C]``.
+        """
         ropes = {kind: rope[positions] for kind, rope in self.ropes_on(tokens.device).items()}
-        x = self.embed(tokens)
+        x, n_cached = self.embed(tokens), 0
         for i, layer in enumerate(self.blocks):
-            x = layer.attend(x, ropes[layer.kind], partial(attend, i))
+            if layer.kind == LINEAR:
+                x = layer.around(x, partial(attend.recur, i, layer.attention))
+                continue
+            x = layer.attend(x, ropes[layer.kind], partial(attend, n_cached))
+            n_cached += 1
         return self.scores(x[rows])
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -213,11 +241,11 @@ class VariantLlama(nn.Module):
 def make_ropes(config: VariantConfig) -> dict[str, Complex[Tensor, "t half_d"]]:
     """The rotations of each kind of layer, on the CPU."""
     with torch.device("cpu"):
-        frequencies, factor = scaled_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+        frequencies, factor = scaled_frequencies(config.rotary_dim, config.rope_theta, config.rope_scaling)
         full = rope_of(frequencies, config.context_len, factor)
         if config.sliding_rope_theta is None:
             return {FULL: full, SLIDING: full}
-        local = rope_frequencies(config.head_dim, config.sliding_rope_theta)
+        local = rope_frequencies(config.rotary_dim, config.sliding_rope_theta)
         return {FULL: full, SLIDING: rope_of(local, config.context_len)}
 
 

@@ -167,7 +167,7 @@ def check_request(request: Request, config: Any) -> None:
 
 
 class CacheSizes(NamedTuple):
-    """Layers L, key/value heads G and head width D of a model's cache."""
+    """Layers L with keys, key/value heads G and head width D of a model's cache."""
 
     n_layers: int
     n_kv_heads: int
@@ -175,9 +175,10 @@ class CacheSizes(NamedTuple):
 
 
 def cache_sizes(config: Any) -> CacheSizes:
-    """The sizes of the cache of a ``LlamaConfig`` or a ``GPT2Config``."""
+    """The sizes of the cache of a ``LlamaConfig`` or a ``GPT2Config``; linear layers have no keys."""
+    n_layers = config.n_layers - list(getattr(config, "layer_types", ())).count("linear_attention")
     head_dim = getattr(config, "head_dim", config.dim // config.n_heads)
-    return CacheSizes(config.n_layers, getattr(config, "n_kv_heads", config.n_heads), head_dim)
+    return CacheSizes(n_layers, getattr(config, "n_kv_heads", config.n_heads), head_dim)
 
 
 class BlockStore:

@@ -18,6 +18,7 @@ from torch import Tensor
 from lib.fast.models import MEAN, STD
 from lib.given.models.gpt2 import FIELDS, GPT2Config
 from lib.given.models.llama import LlamaConfig, hf_tensors
+from lib.given.models.variants import VariantConfig, settings_of, variant_tensors
 from lib.given.models.vit import PRESETS, ViTConfig, timm_names
 from lib.runs.engine.sources import GRAY_MEAN, GRAY_STD, Codec
 
@@ -188,6 +189,11 @@ def llama_for_transformers(weights: dict[str, Tensor], config: LlamaConfig) -> E
         "eos_token_id": None,
     }
     return tensors, settings
+
+
+def variant_for_transformers(weights: dict[str, Tensor], config: VariantConfig) -> Exported:
+    """For the class of the model's family, ``Qwen3ForCausalLM`` and others: names change, and no tensor does."""
+    return {theirs: weights[ours] for theirs, (ours, _) in variant_tensors(config).items()}, settings_of(config)
 
 
 def vit_for_timm(weights: dict[str, Tensor], config: ViTConfig) -> Exported:

@@ -266,7 +266,8 @@ class Run:
             numbers = numbers.pin_memory().to(self.device, non_blocking=True)
         inputs, targets = self.task.source.fetch(numbers)
         if self.mesh.size["context"] > 1:
-            return share_of(inputs, self.mesh), share_of(targets, self.mesh)
+            layout = self.task.layout
+            return share_of(inputs, self.mesh, layout), share_of(targets, self.mesh, layout)
         return inputs, targets
 
     def plain_step(self, inputs: Tensor, targets: Tensor) -> Tensor:

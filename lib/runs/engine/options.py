@@ -85,6 +85,9 @@ class Options:
     classes: int | None = None
     patch_size: int | None = None
     length: int | None = None
+    family: str | None = None
+    window: int | None = None
+    interval: int | None = None
     dim: int | None = None
     n_layers: int | None = None
     tokenizer: str | None = None

@@ -14,14 +14,16 @@ from torch import Tensor, nn
 
 from lib import amp, training
 from lib.fast import models as fast
-from lib.given.models import llama, vit
+from lib.given.models import vit
 from lib.given.models.gpt2 import GPT2_LARGE, GPT2_MEDIUM, GPT2_SMALL, GPT2_XL, TINY, GPT2Config
+from lib.given.models.variants import SLIDING, VariantConfig
 from lib.given.parallel.sharding import blocks_of
 from lib.runs.data.corpus import is_corpus
 from lib.runs.engine import export
 from lib.runs.engine.experts import extra_weights, put_mixtures
-from lib.runs.engine.options import CONTENTS, HEAD, KINDS, Options
+from lib.runs.engine.options import CONTENTS, HEAD, Options
 from lib.runs.engine.sources import Source, open_pictures, open_tokens
+from lib.runs.engine.variants import PLAIN, flops_per_token, llama_sizes, make_llama, weights_per_token
 from lib.runs.flags import UsageError
 from lib.speed import training_flops_per_token, vit_training_flops_per_image
 
@@ -41,6 +43,7 @@ class Task:
         n_classes: Number of logits.
         first_parts, last_parts: The model's parts before its blocks and after them.
         scores: Names of what an evaluation computes for each batch.
+        layout: Which positions ranks that divide a sequence have, as in chapter 18.
         n_weights: Number of weights of all its matrices: what a model needs at least.
         size_flags: Flags that change the size of the model.
         tokens_per_row: Positions that a row of a batch has in the residual stream.
@@ -58,6 +61,7 @@ class Task:
     first_parts: tuple[str, ...]
     last_parts: tuple[str, ...]
     scores: tuple[str, ...] = ("held_out_loss",)
+    layout: str = "zigzag"
     size_flags: tuple[str, ...] = ("--dim", "--n-layers", "--model")
     n_weights: int
     tokens_per_row: int
@@ -296,56 +300,50 @@ class GPT2Task(Task):
 
 
 class LlamaTask(Task):
-    """Next-token prediction by chapter 4's model, on the plain path, in copies or shards."""
+    """Next-token prediction by chapter 4's model or a variant of it, on the plain path, in copies or shards."""
 
-    unit = "token"
+    unit, layout = "token", "contiguous"
     size_flags = ("--model",)
 
     def __init__(self, options: Options):
         super().__init__(options)
-        config = llama.PRESETS[options.model]
-        length = options.length or config.context_len
-        self.config: llama.LlamaConfig = replace(config, context_len=length)
+        self.config = config = llama_sizes(options)
+        length = config.context_len
         self.source, self.n_classes = open_tokens(options, config.vocab_size, length), config.vocab_size
         self.per_row = self.tokens_per_row = length
-        self.flops_per_item = llama_flops_per_token(self.config)
-        self.n_weights = llama_weights_per_token(self.config) + config.vocab_size * config.dim  # and the embedding
+        self.flops_per_item = flops_per_token(config)
+        self.n_weights = weights_per_token(config)
+        self.n_weights += 0 if getattr(config, "tied", False) else config.vocab_size * config.dim  # the embedding
 
     @classmethod
     def sizes(cls, options):
-        if options.uses(*(kind for kind in KINDS if kind not in ("replicate", "shard"))):
+        config = llama_sizes(options)
+        divides = isinstance(config, VariantConfig) and SLIDING not in config.layer_types
+        if options.uses("tensor", "pipeline", "expert", *([] if divides else ["context"])):
+            family = "chapter 4's Llama" if options.family in (None, PLAIN) else f"--family {options.family}"
+            more = ", or --context" if divides else "; --context divides qwen3 without --window, and qwen3_next"
             raise UsageError(
-                f"{options.how}: chapter 4's Llama runs in copies and shards only, "
+                f"{options.how}: {family} runs in copies and shards only{', or with divided sequences' * divides}, "
                 "because no strategy here divides its layers; "
-                "expected single, ddp or fsdp, or --replicate and --shard"
+                f"expected single, ddp or fsdp, or --replicate and --shard{more}"
             )
         if options.path == "fast":
-            raise UsageError("--path fast: there is no fast path for chapter 4's Llama; expected --path plain")
-        return {}
+            raise UsageError("--path fast: there is no fast path for a Llama; expected --path plain")
+        return {"context": {"length": config.context_len}}
 
     def new_model(self) -> nn.Module:
-        from lib.llama import Llama
+        return make_llama(self.config)
 
-        return Llama(self.config)
+    def describe(self):
+        return {"family": self.options.family or PLAIN, **super().describe()}
 
     def plain_logits(self, model, inputs):
         return model(inputs)
 
     def exported(self, weights):
+        if isinstance(self.config, VariantConfig):
+            return export.variant_for_transformers(weights, self.config)
         return export.llama_for_transformers(weights, self.config)
-
-
-def llama_flops_per_token(config: llama.LlamaConfig) -> int:
-    """FLOPs of a training step for each token, counted as chapter 8 counts GPT-2's."""
-    attention = 2 * config.context_len * config.dim
-    return 3 * 2 * (llama_weights_per_token(config) + config.n_layers * attention)
-
-
-def llama_weights_per_token(config: llama.LlamaConfig) -> int:
-    """Weights that a token is multiplied by: those of the blocks and of the output layer."""
-    kv_width = config.n_kv_heads * config.head_dim
-    block = 2 * config.dim * (config.dim + kv_width) + 3 * config.dim * config.hidden_dim
-    return config.n_layers * block + config.vocab_size * config.dim
 
 
 class Loss(nn.Module):

@@ -18,7 +18,7 @@ from lib.llama import Llama
 from lib.rewards import token_log_probs
 from lib.runs.engine import export
 from lib.runs.flags import UsageError
-from lib.runs.serving.models import load
+from lib.runs.serving.models import load_plain
 from lib.runs.serving.text import FileTokenizer, Tokenizer
 from lib.training import AdamW
 
@@ -72,7 +72,7 @@ def find(model: str, tokenizer: str | None, out: Path) -> Policy:
         path = out / export.TOKENIZER
         path.write_text(json.dumps(letters()) + "\n", encoding="utf-8")
         return Policy(Llama(TINY), FileTokenizer(str(path), [Characters().eos_id]), Characters().eos_id)
-    served = load(model, None, tokenizer, torch.float32, torch.device("cpu"))
+    served = load_plain(model, tokenizer)
     return Policy(served.model.requires_grad_(True), served.tokenizer, min(served.tokenizer.end_ids, default=0),
                   Path(model))  # fmt: skip
 

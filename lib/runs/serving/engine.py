@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from lib.runs.flags import UsageError
-from lib.runs.memory import block_bytes, check_need, shortage
+from lib.runs.memory import block_bytes, check_need, shortage, state_bytes
 from lib.runs.serving import models
 from lib.runs.serving.draft import DraftEngine
 from lib.runs.serving.forms import Forms
@@ -86,14 +86,15 @@ def _device(options: Any) -> torch.device:
 def count_blocks(config: Any, block_size: int, dtype: torch.dtype, device: torch.device) -> int:
     """Number of blocks of the cache.
 
-    On a GPU they fill 0.9 of the free memory, less 0.1 of the total, which activations need. Elsewhere they hold 64
-    full contexts.
+    On a GPU they fill 0.9 of the free memory, less 0.1 of the total, which activations need, and less the states of 64
+    sequences. Elsewhere they hold 64 full contexts.
     """
     whole_contexts = CONTEXTS * -(-config.context_len // block_size)
     if device.type != "cuda":
         return whole_contexts
     free, total = torch.cuda.mem_get_info(device)
-    n_blocks = int((0.9 * free - 0.1 * total) // block_bytes(config, block_size, dtype))
+    room = 0.9 * free - 0.1 * total - CONTEXTS * state_bytes(config, dtype)
+    n_blocks = int(room // block_bytes(config, block_size, dtype))
     if n_blocks < 1:
         raise UsageError(
             f"no memory is left for the cache: {free / 1e9:.1f} GB are free; expected a larger GPU, or a smaller model"
@@ -104,6 +105,11 @@ def count_blocks(config: Any, block_size: int, dtype: torch.dtype, device: torch
 def make_engine(model: Any, scheduler: Any, counts: Counter[str], options: Any) -> Any:
     """The engine that the flags ask for."""
     more = {"on_found": partial(_add, counts, "found_tokens"), "on_forked": partial(_add, counts, "forked_tokens")}
+    if options.draft and "linear_attention" in getattr(model.config, "layer_types", ()):
+        raise UsageError(
+            f"--draft {options.draft}: --model {options.model} has linear layers, whose state cannot take back a "
+            "drafted token; expected no --draft"
+        )
     if options.draft:
         return DraftEngine(model, scheduler, options.drafted, partial(_add_drafts, counts), **more)
     return PrefixEngine(model, scheduler, **more)

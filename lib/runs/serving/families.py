@@ -1,46 +1,25 @@
-"""Qwen3, OLMo 3 and Gemma 3: what their ``config.json`` must say, and the settings of the book's model for it."""
+"""Qwen3, OLMo 3, Gemma 3 and Qwen3-Next: what their ``config.json`` must say, and the book's configuration for it."""
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from lib.given.models.variants import FAMILIES, FULL, SLIDING, VariantConfig
+from lib.given.models.variants import (
+    DEFAULTS,
+    FAMILIES,
+    FULL,
+    LINEAR,
+    LINEAR_SIZES,
+    SIZES,
+    SLIDING,
+    TYPES,
+    VariantConfig,
+)  # fmt: skip
 from lib.runs.serving.kinds import ALIKE, Kind, Problems, is_number, shown
-from lib.runs.serving.ropes import LOCAL, ROPE, problems_of_rope, rope_scaling, rope_theta
+from lib.runs.serving.ropes import LOCAL, ROPE, SHARE, problems_of_rope, rope_scaling, rope_theta, rotary_shares
 
-SIZES = {
-    "vocab_size": "vocab_size", "hidden_size": "dim", "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads",
-    "num_key_value_heads": "n_kv_heads", "head_dim": "head_dim", "intermediate_size": "hidden_dim",
-    "max_position_embeddings": "context_len",
-}  # fmt: skip
-"""Names in ``config.json``, and the fields of ``VariantConfig`` that they set."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Defaults:
-    """What Transformers takes for a setting that is absent.
-
-    Attributes:
-        theta, sliding_theta: Bases of the rotary frequencies; ``sliding_theta`` None: all layers turn alike.
-        eps: Of the norms.
-        window: Keys that a sliding layer sees.
-        interval: Every so manieth layer is full; None: ``use_sliding_window`` and ``max_window_layers`` decide.
-        tied: Whether the output layer's weight is the embedding's.
-    """
-
-    theta: float
-    sliding_theta: float | None
-    eps: float
-    window: int
-    interval: int | None
-    tied: bool
-
-
-DEFAULTS = {
-    "qwen3": Defaults(theta=1e4, sliding_theta=None, eps=1e-6, window=4096, interval=None, tied=False),
-    "olmo3": Defaults(theta=5e5, sliding_theta=5e5, eps=1e-5, window=4096, interval=4, tied=False),
-    "gemma3": Defaults(theta=1e6, sliding_theta=1e4, eps=1e-6, window=4096, interval=6, tied=True),
-}
+PATTERN = "sliding_window_pattern"
+TURNED = 0.25
+"""Share of a head's features that turn in a Qwen3-Next that does not say."""
 
 
 def layer_types(settings: dict[str, Any], family: str) -> Any:
@@ -49,8 +28,9 @@ def layer_types(settings: dict[str, Any], family: str) -> Any:
     if settings.get("layer_types") is not None:
         return settings["layer_types"]
     if interval is not None:
-        interval = settings.get("sliding_window_pattern") or interval
-        return [SLIDING if (i + 1) % interval else FULL for i in range(n_layers)]
+        name, other = ("full_attention_interval", LINEAR) if family == "qwen3_next" else (PATTERN, SLIDING)
+        interval = settings.get(name) or interval
+        return [other if (i + 1) % interval else FULL for i in range(n_layers)]
     first = (settings.get("max_window_layers", 28)) if sliding_window(settings, family) is not None else n_layers
     return [SLIDING if i >= first else FULL for i in range(n_layers)]
 
@@ -68,6 +48,10 @@ def config_of(settings: dict[str, Any], family: str) -> VariantConfig:
     sizes = {ours: settings[theirs] for theirs, ours in SIZES.items() if settings.get(theirs) is not None}
     head_dim = sizes.get("head_dim", sizes["dim"] // sizes["n_heads"])
     sliding = known.sliding_theta
+    if family == "qwen3_next":
+        sizes |= {name: settings[name] for name in LINEAR_SIZES} | {
+            "rotary_share": next(iter(rotary_shares(settings)), TURNED)
+        }
     return VariantConfig(
         **FAMILIES[family], **sizes,
         norm_eps=settings.get("rms_norm_eps", known.eps),
@@ -83,15 +67,16 @@ def config_of(settings: dict[str, Any], family: str) -> VariantConfig:
 
 def problems(settings: dict[str, Any], family: str) -> Problems:
     """What is wrong with a family's settings, its sizes aside."""
-    yield from problems_of_rope(settings, ("linear", "llama3", "yarn"), DEFAULTS[family].sliding_theta is not None)
+    is_layered, is_partial = DEFAULTS[family].sliding_theta is not None, family == "qwen3_next"
+    yield from problems_of_rope(settings, ("linear", "llama3", "yarn"), is_layered, is_partial)
     for name in ("tie_word_embeddings", "use_sliding_window"):
         if not isinstance(settings.get(name, False), bool):
             yield f"config.json: {name} = {shown(settings[name])}, expected true or false"
     scale = settings.get("query_pre_attn_scalar", 1)
     if not is_number(scale) or scale <= 0:
         yield f"config.json: query_pre_attn_scalar = {shown(scale)}, expected a number above 0"
-    for name in ("sliding_window_pattern", "max_window_layers"):
-        if type(settings.get(name, 1)) is not int or settings.get(name, 1) < (name == "sliding_window_pattern"):
+    for name in (PATTERN, "full_attention_interval", "max_window_layers"):
+        if type(settings.get(name, 1)) is not int or settings.get(name, 1) < (name != "max_window_layers"):
             yield f"config.json: {name} = {shown(settings[name])}, expected an integer"
             return
     sizes: list[Any] = [settings.get(name) for name in ("hidden_size", "num_attention_heads", "num_hidden_layers")]
@@ -99,6 +84,8 @@ def problems(settings: dict[str, Any], family: str) -> Problems:
         return
     yield from _problems_of_heads(settings, *sizes[:2])
     yield from _problems_of_layers(settings, family)
+    if is_partial:
+        yield from _problems_of_states(settings, sizes[0] // sizes[1])
 
 
 def _problems_of_heads(settings: dict[str, Any], dim: int, n_heads: int) -> Problems:
@@ -113,9 +100,11 @@ def _problems_of_heads(settings: dict[str, Any], dim: int, n_heads: int) -> Prob
 
 def _problems_of_layers(settings: dict[str, Any], family: str) -> Problems:
     types, window = layer_types(settings, family), sliding_window(settings, family)
-    n_layers = settings["num_hidden_layers"]
-    if not isinstance(types, list) or len(types) != n_layers or any(kind not in (FULL, SLIDING) for kind in types):
-        yield f"config.json: layer_types = {shown(types)}, expected {FULL} or {SLIDING} for each of {n_layers} layers"
+    n_layers, other = settings["num_hidden_layers"], LINEAR if family == "qwen3_next" else SLIDING
+    if not isinstance(types, list) or len(types) != n_layers or any(kind not in (FULL, other) for kind in types):
+        yield f"config.json: layer_types = {shown(types)}, expected {FULL} or {other} for each of {n_layers} layers"
+    elif other == LINEAR and FULL not in types:
+        yield f"config.json: layer_types = {shown(types)}, expected {FULL} in at least one layer"
     elif SLIDING in types and (type(window) is not int or window < 1):
         yield f"config.json: sliding_window = {shown(window)}, expected a positive integer for the sliding layers"
     if family == "olmo3" and not settings.get(ROPE[0]) and rope_theta(settings, 5e5) != 5e5:
@@ -123,8 +112,31 @@ def _problems_of_layers(settings: dict[str, Any], family: str) -> Problems:
         yield f"config.json: rope_theta = {base} without {ROPE[0]}: versions of Transformers differ on sliding layers"
 
 
+def _problems_of_states(settings: dict[str, Any], head_dim: int) -> Problems:
+    """What is wrong with Qwen3-Next's own settings."""
+    if settings.get("num_experts") != 0:
+        found = settings.get("num_experts", "512, the default")
+        yield f"config.json: num_experts = {found}, expected 0: this server has no mixtures"
+    n_keys, n_values = (settings.get(f"linear_num_{kind}_heads") for kind in ("key", "value"))
+    if type(n_keys) is type(n_values) is int and n_keys > 0 and n_values % n_keys:
+        yield f"config.json: linear_num_value_heads = {n_values} is not a multiple of linear_num_key_heads = {n_keys}"
+    shares, width = rotary_shares(settings) or [TURNED], settings.get("head_dim", head_dim)
+    share = shares[0]
+    if any(other != share for other in shares):
+        yield f"config.json: {SHARE} = {' and '.join(map(repr, shares))} contradict each other"
+    elif not is_number(share) or not 0 < share <= 1:
+        yield f"config.json: {SHARE} = {shown(share)}, expected a number above 0, and at most 1"
+    elif type(width) is int and (int(width * share) % 2 or int(width * share) < 2):
+        yield f"config.json: {SHARE} = {share} of head_dim = {width} turns {int(width * share)}, expected pairs"
+
+
 ACTIVATIONS = {"hidden_act": ("silu", "swish")}
 READ = ("tie_word_embeddings", "layer_types", "sliding_window", "rope_theta", *ROPE)
+UNUSED = (
+    "decoder_sparse_step", "moe_intermediate_size", "shared_expert_intermediate_size", "num_experts_per_tok",
+    "norm_topk_prob", "output_router_logits", "router_aux_loss_coef", "mlp_only_layers",
+)  # fmt: skip
+"""Settings of mixtures, which a Qwen3-Next without experts does not read."""
 KINDS = {
     "qwen3": Kind(
         architectures=("Qwen3ForCausalLM",), sizes=tuple(SIZES), eps="rms_norm_eps", end_id=None,
@@ -145,7 +157,14 @@ KINDS = {
             "final_logit_softcapping": (None,), "use_bidirectional_attention": (False,),
         },
     ),
+    "qwen3_next": Kind(
+        architectures=("Qwen3NextForCausalLM",), sizes=(*SIZES, *LINEAR_SIZES), eps="rms_norm_eps", end_id=None,
+        read=(*READ, SHARE, "full_attention_interval", "num_experts", *UNUSED), fixed=ALIKE | ACTIVATIONS | {
+            "attention_bias": (False,),
+        },
+        more=partial(problems, family="qwen3_next"),
+    ),
 }  # fmt: skip
 """By ``model_type``; what a layer does with a cache does not depend on ``cache_implementation``."""
-FAMILY = {"qwen3": "qwen3", "olmo3": "olmo3", "gemma3_text": "gemma3"}
+FAMILY = {kind: family for family, (kind, _) in TYPES.items()}
 """The family of each ``model_type``."""

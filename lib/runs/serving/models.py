@@ -16,10 +16,11 @@ from lib.given.data.corpora import language_reference
 from lib.given.data.weights import CheckpointError, check_shapes, load_weights
 from lib.given.models.gpt2 import GPT2Config
 from lib.given.models.llama import LlamaConfig, rope_of
-from lib.given.models.variants import VariantConfig, variant_tensors
+from lib.given.models.variants import VariantConfig, family_of, variant_tensors
 from lib.gpt2 import GPT2
 from lib.gpt2 import load_pretrained as load_gpt2
 from lib.llama import Llama, convert_hf_state_dict
+from lib.runs.engine.variants import config_from, make_llama
 from lib.runs.flags import UsageError
 from lib.runs.memory import shortage
 from lib.runs.serving import families
@@ -29,8 +30,10 @@ from lib.runs.serving.settings import LLAMA_SIZES, one_line, read_end_ids, read_
 from lib.runs.serving.text import ByteTokenizer, FileTokenizer, Tokenizer
 from lib.runs.variants import VariantLlama, scaled_frequencies
 
-KINDS: dict[str, Any] = {"GPT2Task": (GPT2Config, GPT2), "LlamaTask": (LlamaConfig, Llama)}
-"""Configuration and model of each task of ``lib.runs`` that generates text."""
+KINDS: dict[str, Any] = {
+    "GPT2Task": (lambda settings: GPT2Config(**settings), GPT2), "LlamaTask": (config_from, make_llama),
+}  # fmt: skip
+"""How the configuration and the model of each task of ``lib.runs`` that generates text are made."""
 RUN = ("task", "config", "data")  # of the description of a run
 TINY = LlamaConfig(vocab_size=256, dim=256, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=256, context_len=1024)
 
@@ -76,6 +79,22 @@ def load(model: str, name: str | None, tokenizer: str | None, dtype: torch.dtype
     return Served(name, net, made[1], None if model == "tiny" else read_template(folder))
 
 
+def load_plain(model: str, tokenizer: str | None) -> Served:
+    """Load chapter 4's Llama or chapter 6's GPT-2 on the host, in float32, for a program that trains it further.
+
+    Raises:
+        UsageError: as `load`; or it is another model.
+    """
+    served = load(model, None, tokenizer, torch.float32, torch.device("cpu"))
+    if isinstance(served.model, VariantLlama):
+        family = family_of(served.model.config)
+        raise UsageError(
+            f"--model {model} is of the family {family}, which lib.runs.train_llama trains; "
+            "expected a plain Llama or a GPT-2"
+        )
+    return served
+
+
 def weight_bytes(model: str) -> int:
     """Bytes of the files with a folder's weights, which are read into the host's memory; 0 for what has none."""
     return sum(path.stat().st_size for path in Path(model).glob("*.safetensors") if path.is_file())
@@ -117,10 +136,11 @@ def _from_runs(folder: Path, tokenizer: str | None) -> tuple[nn.Module, Tokenize
         raise UsageError(f"--model {path.parent} is a checkpoint of {run['task']}; expected one of {', '.join(KINDS)}")
     make_config, make_model = KINDS[run["task"]]
     try:
-        model = make_model(make_config(**run["config"]))
+        model = make_model(make_config(run["config"]))
         model.load_state_dict(weights)
     except (TypeError, ValueError, RuntimeError) as error:  # of a version with other settings, or with mixtures
-        text = f"the checkpoint is not of a plain {make_model.__name__} of this version"
+        name = run["task"].removesuffix("Task")
+        text = f"the checkpoint is not of a plain {name} of this version"
         raise UsageError(f"--model {path}: {text}: {one_line(str(error).splitlines())}") from None
     files = (
         place / "tokenizer.json" for place in (folder, folder.parent)

@@ -26,6 +26,8 @@ class PrefixEngine(Engine):
     request's blocks as if none were shared. So the blocks of running requests always fit into the pool, and when no
     block is free, the tree holds one that nobody else uses.
 
+    A model with linear layers shares no beginnings, because a block holds keys and no state. A fork copies the state.
+
     Of several requests with one prompt, only the first is scheduled. Once its prompt is computed, the others begin as
     forks of its cache, and draw their first token from the same scores.
 
@@ -226,6 +228,8 @@ class PrefixEngine(Engine):
         made = Progress(request)
         self.scheduler.running[made] = n_blocks
         self.sequences[made] = self.cache.fork(self.sequences[first])
+        if self.states:
+            self.states.copy(self.sequences[first], self.sequences[made])
         self.acquired[made] = made.tokens[:-1]
         self.tree.acquire(self.acquired[made])
         self.on_forked(len(made.tokens))
@@ -245,7 +249,7 @@ class PrefixEngine(Engine):
 
         The last token of the chunk is computed in any case, for its logits.
         """
-        beginning = progress.tokens[: n_tokens - 1]
+        beginning = [] if self.states else progress.tokens[: n_tokens - 1]  # blocks alone bring no state back
         blocks = self.tree.acquire(beginning)
         self.acquired[progress] = beginning
         self.sequences[progress] = self.cache.new(blocks)
@@ -254,6 +258,8 @@ class PrefixEngine(Engine):
         return n_found
 
     def _remember(self, progress: Progress) -> None:
+        if self.states:
+            return
         sequence, size = self.sequences[progress], self.cache.block_size
         n_whole = self.cache.length_of(sequence) // size
         for block in self.tree.insert(progress.tokens[: n_whole * size], self.cache.tables[sequence][:n_whole]):

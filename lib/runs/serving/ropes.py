@@ -9,6 +9,7 @@ from lib.runs.serving.kinds import Problems, is_number, shown
 ROPE = ("rope_parameters", "rope_scaling")  # the newer name, and the older
 LOCAL = "rope_local_base_freq"
 """The older name of the base of Gemma's sliding layers."""
+SHARE = "partial_rotary_factor"
 NEEDED = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
@@ -41,8 +42,14 @@ def rope_scaling(settings: dict[str, Any]) -> Rope | None:
     return None
 
 
+def rotary_shares(settings: dict[str, Any]) -> list[Any]:
+    """The share of a head's features that turn, as the rotation's settings and those beside them have it, if any do."""
+    found = [rope.get(SHARE) for _, _, rope in _ropes(settings) if isinstance(rope, dict)]
+    return [share for share in (*found, settings.get(SHARE)) if share is not None]
+
+
 def problems_of_rope(
-    settings: dict[str, Any], types: tuple[str, ...] = ("llama3",), is_layered: bool = False
+    settings: dict[str, Any], types: tuple[str, ...] = ("llama3",), is_layered: bool = False, is_partial: bool = False
 ) -> Problems:
     """What is wrong with the rotation.
 
@@ -50,6 +57,7 @@ def problems_of_rope(
         settings: Of ``config.json``.
         types: The kinds of scaling that the model can have.
         is_layered: Whether each kind of layer has settings of its own; sliding layers are not scaled.
+        is_partial: Whether a part of a head may turn, for which the caller checks the share.
     """
     if all(settings.get(name) for name in ROPE):
         yield f"config.json has {' and '.join(ROPE)}, expected one of them"
@@ -68,7 +76,7 @@ def problems_of_rope(
             continue
         bases[kind][f"{name}.rope_theta"] = rope.get("rope_theta")
         known = types if kind == FULL else ()
-        yield from (f"config.json: {name}{problem}" for problem in _problems_of_scaling(rope, known))
+        yield from (f"config.json: {name}{problem}" for problem in _problems_of_scaling(rope, known, is_partial))
     for group in bases.values():
         yield from _problems_of_bases({key: value for key, value in group.items() if value is not None})
 
@@ -98,7 +106,7 @@ def _problems_of_bases(given: dict[str, Any]) -> Problems:
         yield f"config.json: {' and '.join(f'{key} = {value!r}' for key, value in given.items())} contradict each other"
 
 
-def _problems_of_scaling(rope: Rope, types: tuple[str, ...]) -> Problems:
+def _problems_of_scaling(rope: Rope, types: tuple[str, ...], is_partial: bool) -> Problems:
     """What is wrong with the frequencies' settings, their base aside; each text follows the object's name."""
     type_ = _type_of(rope)
     scaled = isinstance(type_, str) and type_ in types
@@ -120,8 +128,8 @@ def _problems_of_scaling(rope: Rope, types: tuple[str, ...]) -> Problems:
             if not scaled and (value not in (None, "default") or type_ is None):
                 expected = " or ".join(map(repr, ("default", *types)))
                 yield f".{key} = {shown(value)}, expected {expected}, and the same in rope_type and type"
-        elif key == "partial_rotary_factor":
-            if value not in (None, 1.0):
+        elif key == SHARE:
+            if value not in (None, 1.0) and not is_partial:
                 yield f".{key} = {shown(value)}, this model has 1.0"
         elif value is not None and key not in ("rope_theta", *known):
             yield f".{key} = {shown(value)}, this model has no such setting"

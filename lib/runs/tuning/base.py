@@ -70,7 +70,7 @@ def open_base(name: str, seed: int) -> Base:
     """
     folder, host = Path(name), torch.device("cpu")
     check_need(models.weight_bytes(name), host, f"--model {name}: weights", ["--model"])
-    served = models.load(name, None, None, torch.float32, host)
+    served = models.load_plain(name, None)
     model: Any = served.model.requires_grad_(True)
     settings = None
     if (folder / "config.json").is_file():

@@ -17,7 +17,8 @@ from lib.runs.engine import state as checkpoints
 from lib.runs.engine.log import memory_peak_bytes
 from lib.runs.engine.loop import BEST, Run
 from lib.runs.engine.options import CONTENTS, KINDS, Options
-from lib.runs.engine.tasks import DTYPES, Loss, Task, llama_flops_per_token
+from lib.runs.engine.tasks import DTYPES, Loss, Task
+from lib.runs.engine.variants import flops_per_token
 from lib.runs.flags import UsageError
 from lib.runs.memory import shown
 from lib.runs.tuning.base import (
@@ -139,7 +140,7 @@ class TuneTask(Task):
         self.held = sum(found.values()), f"--model {o.model} --method {o.method} holds {parts}"
         self.n_weights = sum(p.numel() for p in model.parameters())
         config = replace(self.config, context_len=length)
-        flops = llama_flops_per_token(config) if is_llama(model) else training_flops_per_token(config)
+        flops = flops_per_token(config) if is_llama(model) else training_flops_per_token(config)
         if o.trains != "full":  # no gradients of the weights
             flops = flops * 2 // 3
         self.flops_per_item = flops * (length if o.is_dpo else 1)

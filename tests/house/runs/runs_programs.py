@@ -9,8 +9,10 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
+from lib.linear_attention import GatedDeltaNet
+from lib.ranks import milestone
 from lib.runs import train_gpt2, train_llama, train_vit
-from lib.runs.engine import tasks
+from lib.runs.engine import context, tasks
 from lib.runs.engine.log import Log
 from lib.runs.engine.loop import Run
 from lib.runs.engine.signals import STATUS
@@ -95,6 +97,30 @@ def run_fsdp(rank: int, world_size: int, commands: list[str]) -> list[tuple[int,
         return [*run_all(rank, world_size, commands), (len(kept), "")]
     finally:
         Run.go = go
+
+
+def divided_states(rank: int, world_size: int, length: int, dtype: torch.dtype) -> list[tuple[int, str]]:
+    """A linear layer on a piece of the sequence for each rank, and the whole layer on the whole sequence."""
+    torch.manual_seed(0)
+    net = GatedDeltaNet(12, 2, 4, 6, 5, conv_kernel_size=3, chunk_size=4).to(dtype)
+    x = torch.randn(2, length, 12, dtype=dtype).requires_grad_()
+    seed = torch.randn(2, length, 12, dtype=dtype)
+    whole = net(x)
+    expected = torch.autograd.grad((whole * seed).sum(), [x, *net.parameters()])
+    mine = slice(rank * length // world_size, (rank + 1) * length // world_size)
+    milestone("forward")
+    piece = context.recur(net, dist.group.WORLD, x[:, mine])
+    milestone("backward")
+    found = torch.autograd.grad((piece * seed[:, mine]).sum(), [x, *net.parameters()])
+    milestone("end")
+    found = list(found)
+    for gradient in found:
+        dist.all_reduce(gradient)
+    exact = 1e-10 if dtype == torch.float64 else 1e-4
+    torch.testing.assert_close(piece, whole[:, mine], rtol=exact, atol=exact)
+    for gradient, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(gradient, wanted, rtol=exact, atol=exact)
+    return [(0, "")]
 
 
 class Killed(Exception):

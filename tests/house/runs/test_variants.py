@@ -1,5 +1,5 @@
-"""Qwen3, OLMo 3 and Gemma 3 in Transformers' folders: the same values, gradients and greedy tokens, or one line that
-names what is not supported."""
+"""Qwen3, OLMo 3, Gemma 3 and Qwen3-Next in Transformers' folders: the same values, gradients and greedy tokens,
+or one line that names what is not supported."""
 
 import json
 
@@ -13,7 +13,8 @@ from tokenizers import models as theirs_models
 from lib.attention_variants import cache_bytes
 from lib.given.kernels.paged import window_of
 from lib.given.models.serving import Request
-from lib.given.models.variants import FULL, SLIDING, VariantConfig, family_of, variant_tensors
+from lib.given.models.variants import FULL, LINEAR, SLIDING, VariantConfig, family_of, settings_of, variant_tensors
+from lib.linear_attention import hybrid_cache_bytes
 from lib.runs import evaluate
 from lib.runs.flags import UsageError
 from lib.runs.serving import families, models
@@ -47,11 +48,17 @@ CASES = {
         "head_dim": 10, "rope_parameters": turned({"rope_type": "linear", "factor": 8.0}, 1e6),
         "num_key_value_heads": 1, "tie_word_embeddings": False,
     },
+    "qwen3_next": {
+        "layer_types": [LINEAR, FULL, LINEAR], "head_dim": 16, "num_experts": 0, "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12,
+        "linear_conv_kernel_dim": 3,
+    },
 }  # fmt: skip
 THEIRS = {
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
     "olmo3": (transformers.Olmo3Config, transformers.Olmo3ForCausalLM),
     "gemma3": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
+    "qwen3_next": (transformers.Qwen3NextConfig, transformers.Qwen3NextForCausalLM),
 }
 
 
@@ -62,7 +69,7 @@ def make_theirs(case):
     model = make_model(make_config(**SIZES | CASES[case])).eval()
     for parameter in model.parameters():
         if parameter.dim() == 1:
-            torch.nn.init.normal_(parameter, 0.0 if case.startswith("gemma3") else 1.0, 0.3)
+            torch.nn.init.normal_(parameter, 0.0 if case.startswith(("gemma3", "qwen3_next")) else 1.0, 0.3)
     return model
 
 
@@ -117,21 +124,42 @@ def test_a_served_folder_gives_transformers_greedy_tokens(saved):
     while engine.is_busy:
         for request, token in engine.step():
             found[id(request)].append(token)
+        if engine.states is not None:
+            _check_states(engine)
     for request, prompt in zip(requests, prompts, strict=True):
         expected = theirs.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)
         assert found[id(request)] == expected[0, len(prompt) :].tolist()
 
 
+def _check_states(engine):
+    """Each sequence has a state of the same size in each linear layer, whatever its length, and no more keys."""
+    config, block = engine.model.config, engine.cache.keys[:, :1].nbytes * 2
+    assert len(engine.cache.keys) == config.layer_types.count(FULL)
+    assert engine.states.held.keys() <= engine.cache.tables.keys()
+    for sequence, states in engine.states.held.items():
+        held = sum(state.conv_state.nbytes + state.recurrent_state.nbytes for state in states.values())
+        assert held == hybrid_cache_bytes(config, 1, 0, bytes_per_value=4)
+        keys = hybrid_cache_bytes(config, 1, engine.cache.block_size, bytes_per_value=4) - held
+        assert len(engine.cache.tables[sequence]) * block == len(engine.cache.tables[sequence]) * keys
+
+
 def test_a_cache_of_windows_gives_the_same_logits(saved):
     ours, tokens = load(saved[0]).model, torch.randint(300, (2, 30))
     cache, expected = ours.make_cache(2, 30), ours(tokens)
-    held = sum(part.keys.nbytes + part.values.nbytes for part in cache)
-    assert held == cache_bytes(ours.config, 2, 30, bytes_per_value=4)
+    held = sum(tensor.nbytes for part in cache for tensor in vars(part).values() if torch.is_tensor(tensor))
+    count = hybrid_cache_bytes if LINEAR in ours.config.layer_types else cache_bytes
+    assert held == count(ours.config, 2, 30, bytes_per_value=4)
     parts = [ours(part, cache) for part in tokens.split([11, 1, 1, 9, 1, 7], dim=1)]
     torch.testing.assert_close(torch.cat(parts, dim=1), expected, rtol=1e-4, atol=1e-4)
     ours.config.__dict__["context_len"] = 30
     with pytest.raises(ValueError, match="31 positions"):
         ours(tokens[:, :1], cache)
+
+
+def test_the_settings_that_are_written_are_read_as_the_same_model(saved, tmp_path):
+    config = load(saved[0]).model.config
+    (tmp_path / "config.json").write_text(json.dumps(settings_of(config)))
+    assert families.config_of(read_settings(tmp_path)[1], family_of(config)) == config
 
 
 def test_a_folder_is_evaluated(saved, tmp_path):
@@ -188,6 +216,11 @@ CHANGES = {
         ("rope_local_base_freq", 77.0), ("sliding_window_pattern", 0), ("model_type", "gemma3"),
         ("rope_scaling", {"rope_type": "linear", "factor": 8.0}),
     ],
+    "qwen3_next": [
+        ("num_experts", 8), ("num_experts", None), ("attention_bias", True), ("layer_types", [LINEAR, LINEAR, SLIDING]),
+        ("layer_types", [LINEAR] * 3), ("linear_num_value_heads", 3), ("linear_key_head_dim", 0),
+        ("partial_rotary_factor", 0.2), ("partial_rotary_factor", "0.25"),
+    ],
 }  # fmt: skip
 
 
@@ -218,8 +251,9 @@ def test_what_is_not_supported_is_refused_by_its_name(family, name, value, folde
 def test_every_setting_that_transformers_writes_is_known(family):
     make_config, _ = THEIRS[family]
     kind = KINDS[make_config.model_type]
-    assert [name for name in make_config().to_dict() if not kind.knows(name)] == []
-    assert list(kind.problems(make_config().to_dict())) == []
+    settings = make_config(**({"num_experts": 0} if family == "qwen3_next" else {})).to_dict()
+    assert [name for name in settings if not kind.knows(name)] == []
+    assert list(kind.problems(settings)) == []
 
 
 @pytest.mark.parametrize(("family", "older"), [
@@ -248,6 +282,15 @@ def test_older_settings_mean_what_transformers_reads(family, older, tmp_path):
     assert torch.equal(frequencies, expected)
     assert factor == their_factor
     assert ours.sliding_rope_theta == (local and local["rope_theta"])
+
+
+@pytest.mark.parametrize(("share", "said"), [(1.5, "at most 1"), (0, "above 0"), ("1", "number"), (0.2, "turns 3")])
+def test_a_share_of_a_head_that_cannot_turn_is_refused(share, said, folders):
+    _, settings = folders["qwen3_next"]
+    changed = settings | {"partial_rotary_factor": share, "rope_parameters": PLAIN}
+    (problem,) = KINDS["qwen3_next"].problems(changed)
+    assert f"partial_rotary_factor = {share!r}" in problem
+    assert said in problem
 
 
 def test_one_base_for_olmos_layers_is_refused_where_versions_of_transformers_differ(folders):
@@ -288,6 +331,7 @@ def test_a_configuration_says_what_does_not_fit():
     for change, named in (
         ({"norms": "around"}, "around"), ({"activation": "relu"}, "relu"), ({"layer_types": [FULL]}, "layer_types"),
         ({"layer_types": [FULL, "latent"]}, "latent"), ({"n_kv_heads": 3}, "3"), ({"n_heads": 3}, "n_heads = 3"),
+        ({"layer_types": [LINEAR] * 2}, "linear_num_key_heads"),
         ({"layer_types": [SLIDING] * 2}, "sliding_window = None"), ({"head_dim": 8, "hidden_dim": None}, "hidden_dim"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=named):
