@@ -37,17 +37,20 @@ def read_out(text: str, kind: str, n_choices: int = 4) -> str | None:
 def score_answers(questions: list[Question], options: Any, progress: Any, write: Write) -> tuple[dict[str, Any], list]:
     """The result of a task whose answers must be exactly right, and for each question what a page shows of it.
 
+    In a chat there are no shots, and an answer ends where the model ends it.
+
     Raises:
         UsageError: there are too few questions for the shots.
     """
     solved = [question | {"choices": [question["answer"]], "gold": 0} for question in questions]
+    n_shots, stops = (0, ()) if options.chat else (options.shots, (END,))
     try:
-        prompts = [few_shot_prompt(solved, i, options.shots, seed=options.seed)[0] for i in range(len(solved))]
+        prompts = [few_shot_prompt(solved, i, n_shots, seed=options.seed)[0] for i in range(len(solved))]
     except ValueError as error:
         raise UsageError(f"--shots {options.shots}: {error}") from None
     forms = [form_of(question["answer"]) for question in questions]
     n_choices = max(4, *(ord(right) - ord("A") + 1 for kind, right in forms if kind == "letter"), 4)
-    written = [texts[0] for texts in write(prompts, 1, (END,))]
+    written = [texts[0] for texts in write(prompts, 1, stops)]
     found = [read_out(text, kind, n_choices) for text, (kind, _) in zip(written, forms, strict=True)]
     shown = [
         f"{block(question['query'])}\n{block(text)}\n- read out: `{got}`; right: `{right}`"
