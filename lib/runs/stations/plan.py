@@ -19,7 +19,7 @@ STATIONS = ("corpus", "pretrain", "tune", "reward", "export")
 MODELS = ("pretrain", "tune", "reward")
 """The stations that make a model, which is then evaluated."""
 QUESTIONS = "questions"
-"""The folder of what every model is asked; the text in it is a task of the same name."""
+"""The folder of what every model is asked."""
 THINK = "<think>"
 FILES = ("model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
          "special_tokens_map.json", "added_tokens.json", "generation_config.json")  # fmt: skip
@@ -163,7 +163,10 @@ class Way:
 
     def _evaluate(self, station: str) -> list[str]:
         results = self.folder / station
-        found = [*program("evaluate"), "--model", str(self.at(station)), "--tasks", str(self.folder / QUESTIONS)]
+        asked = [self.folder / QUESTIONS / f"{self.size.task}.jsonl"]
+        if "corpus" in (*self.stations, *self.own):  # else there is no held-out text
+            asked.append(self.folder / QUESTIONS / "text.txt")
+        found = [*program("evaluate"), "--model", str(self.at(station)), "--tasks", *map(str, asked)]
         found += [] if station == "pretrain" else ["--chat"]
         places = ["--out", results / "evaluation.json", "--examples", results / "examples.md"]
         return [*found, *self.size.evaluate.split(), *map(str, places)]
