@@ -17,11 +17,17 @@ def flag(flags: str, name: str) -> int:
     return int(words[words.index(name) + 1])
 
 
+def recorded() -> dict[str, Any]:
+    """The reports that the book has recorded (``lib.bench.whole``), by their sizes."""
+    try:
+        return load("whole")["results"]
+    except FileNotFoundError:
+        return {}
+
+
 def estimates(way: Way, size: str) -> list[str]:
     """Lines about time, memory and dollars; for a size that has been recorded, what it took."""
-    try:
-        found = load("whole")["results"][size]
-    except (FileNotFoundError, KeyError):
+    if (found := recorded().get(size)) is None:
         return of_small(way) if way.size.needs_gpu else ["this size has not been recorded yet"]
     seconds = sum(station["seconds"] for station in found["stations"].values())
     return [f"recorded on {found['device']}: {seconds / 60:.0f} minutes"]

@@ -135,6 +135,13 @@ def test_a_child_is_asked_to_leave_with_its_parent(tmp_path):
     assert ledger.run_child([sys.executable, "-c", "raise SystemExit(3)"]) == 3
 
 
+def test_where_the_folder_is_decides_nothing(way, tmp_path):
+    assert whole.main(["--size", "mini", "--out", str(tmp_path), "--threads", "1"], lambda command: 1) == 1
+    assert here(plan.executable(plan.Way(MINI, tmp_path, {}).commands("corpus")[0])) == 0
+    for name in ("shard_00000.bin", "merges.json", "corpus.json"):
+        assert (tmp_path / "corpus" / name).read_bytes() == (way / "corpus" / name).read_bytes()
+
+
 # ------------------------------------------------------------------------------------------------- one's own parts
 
 

@@ -14,7 +14,7 @@ from lib.runs.stations import plan
 
 MINI = plan.Size(
     is_embedded=True,
-    corpus="--clean --vocab 300 --held-out 0.2 --limit 12",
+    corpus="--clean --vocab 300 --held-out 0.4 --limit 12",
     pretrain="--model tiny --dim 64 --n-layers 1 --length 64 --batch 4 --steps 6 --optimizer muon --eval-every 3 "
     "--held-out 0.05 --save-every 2 --quiet",
     tune="--lr 1e-3 --batch 2 --steps 4 --eval-every 2 --save-every 2 --quiet",
