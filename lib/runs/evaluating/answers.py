@@ -16,6 +16,8 @@ END = "\n\n"
 """What ends an answer, because it ends a shot."""
 MARK = "####"
 """What comes before the last line of an answer in GSM8K."""
+NUMBER = r"[-+$€£]?(\d{1,3}(,\d{3})+|\d*)(\.\d*)?%?"
+"""A single number, with or without commas between thousands; ``1,2,3`` is none."""
 
 
 def form_of(answer: str) -> tuple[str, str]:
@@ -24,13 +26,24 @@ def form_of(answer: str) -> tuple[str, str]:
     if re.fullmatch("[A-Z]", last):
         return "letter", last
     number = extract_answer(last)
-    if number is not None and re.fullmatch(r"[-+$€£]?[\d,.]+%?", last):
+    if number is not None and re.fullmatch(NUMBER, last):
         return "number", number
     return "text", last
 
 
+def marked(text: str) -> str:
+    """What stands between the last ``<answer>`` and ``</answer>``; the whole text without them."""
+    head, end, _ = text.rpartition("</answer>")
+    _, begin, inside = head.rpartition("<answer>")
+    return inside if begin and end else text
+
+
 def read_out(text: str, kind: str, n_choices: int = 4) -> str | None:
-    """The answer that a model wrote: chapter 27's number or letter, or the text without white space at its ends."""
+    """The answer that a model wrote: chapter 27's number or letter, or the text without white space at its ends.
+
+    Where the text has chapter 29's form, only what it marks as the answer is read.
+    """
+    text = marked(text)
     return text.strip() if kind == "text" else extract_answer(text, kind, n_choices)
 
 

@@ -18,7 +18,8 @@ MINI = plan.Size(
     pretrain="--model tiny --dim 64 --n-layers 1 --length 64 --batch 4 --steps 6 --optimizer muon --eval-every 3 "
     "--held-out 0.05 --save-every 2 --quiet",
     tune="--lr 1e-3 --batch 2 --steps 4 --eval-every 2 --save-every 2 --quiet",
-    reward="--new-tokens 6 --prompts 2 --group 2 --steps 4 --eval-every 2 --eval-questions 2 --save-every 1 --quiet",
+    reward="--new-tokens 6 --prompts 2 --group 2 --steps 4 --eval-every 2 --eval-questions 2 --save-every 1 "
+    "--warm 2 --warm-lr 1e-3 --quiet",
     evaluate="--max-new-tokens 6 --batch-size 4 --shots 1",
     task="sums",
     difficulty=2,
