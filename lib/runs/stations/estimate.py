@@ -47,8 +47,9 @@ def of_small(way: Way) -> list[str]:
     reward = flag(size.reward, "--steps") * one
     hours = (pretrain + tune_s + reward) / 3600
     price = next(gpu.dollars_per_hour for gpu in GPUS if gpu.name == "H100")
+    cards = "1 GPU" if n_ranks == 1 else f"{n_ranks} GPUs"
     return [
-        f"pretrain: {n_steps * batch * length:,} tokens, {pretrain / 60:.0f} minutes on {n_ranks} GPUs "
+        f"pretrain: {n_steps * batch * length:,} tokens, {pretrain / 60:.0f} minutes on {cards} "
         "(chapter 22's tokens a second, chapter 25's Muon)",
         f"tune: {tune:,} positions, {tune_s / 60:.0f} minutes, if it were as fast; its attention is the plain one",
         f"reward: {reward / 60:.0f} minutes on one GPU (chapter 29's step)",

@@ -87,7 +87,7 @@ def test_the_exported_model_is_the_one_with_rewards_and_can_chat(way):
     ours, theirs = (load_file(way / name / "model.safetensors") for name in ("export", "reward"))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     tuned = load_file(way / "tune/model.safetensors")
-    assert any(not torch.equal(ours[name], tuned[name]) for name in tuned)
+    assert any(not torch.equal(ours[name], tuned[name]) for name in tuned)  # by --warm: no answer of it is right
     served = load(str(way / "export"), None, None, torch.float32, torch.device("cpu"))
     text = served.template.render([{"role": "user", "content": "1+2="}])
     assert text == "<|bos|><|user_start|>1+2=<|user_end|><|assistant_start|>"
@@ -218,3 +218,16 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(tmp_path, capsys):
     assert "dollars at $3.95 an hour" in shown
     assert not (tmp_path / "x").exists()
     assert len(of_small(plan.Way(plan.SMALL, tmp_path, {}, 1))) == 5
+
+
+def test_a_report_becomes_a_record(way, tmp_path, capsys):
+    from lib.bench import whole as bench
+
+    bench.main([str(way), "--folder", str(tmp_path)])
+    (tmp_path / "whole.json").write_text((tmp_path / "whole.json").read_text().replace('"mini"', '"other"'))
+    bench.main([str(way), "--folder", str(tmp_path)])
+    results = json.loads((tmp_path / "whole.json").read_text())["results"]
+    assert list(results) == ["other", "mini"]
+    assert results["mini"]["machine"]["cpu"]
+    with pytest.raises(SystemExit, match="has come to its end"):
+        bench.main([str(tmp_path)])
