@@ -68,8 +68,8 @@ TINY = Size(
     corpus="--clean --vocab 512 --held-out 0.05",
     pretrain="--model tiny --length 128 --batch 8 --steps 400 --optimizer muon --lr 3e-3 --muon-lr 1e-2 --warmup 20 "
     "--eval-every 100 --save-every 50",
-    tune="--optimizer muon --lr 3e-3 --muon-lr 1e-2 --batch 8 --steps 300 --warmup 20 --eval-every 100 --save-every 50",
-    reward="--new-tokens 40 --prompts 8 --group 8 --steps 60 --lr 3e-4 --eval-every 30 --save-every 5",
+    tune="--optimizer muon --lr 3e-3 --muon-lr 1e-2 --batch 8 --steps 60 --warmup 20 --eval-every 30 --save-every 20",
+    reward="--new-tokens 40 --prompts 16 --group 8 --steps 80 --lr 1e-4 --eval-every 40 --save-every 5",
     evaluate="--max-new-tokens 40 --batch-size 32 --shots 3",
     task="sorting",
     difficulty=5,
@@ -80,7 +80,7 @@ TINY = Size(
     predictions=(
         expected("pretrain", "bits_per_byte", 2.0, 2.6, "a trial of 150 steps reached 2.6"),
         expected("pretrain", "accuracy", 0.0, 0.05, "the language reference sorts no numbers"),
-        expected("tune", "accuracy", 0.3, 0.9, "to sort is to look for the next larger number, which attention can"),
+        expected("tune", "accuracy", 0.3, 0.9, "60 steps are few: a trial's loss was falling still"),
         expected("reward", "gain", 0.05, 0.4, "chapter 29's sums gain 14 points in 30 steps"),
         expected("reward", "bits_per_byte_lost", 0.3, 5.0, "whoever learns one task alone forgets to write"),
     ),
