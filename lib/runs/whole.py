@@ -152,7 +152,7 @@ def say(*lines: str) -> None:
 
 def main(argv: list[str] | None = None, launch: Callable[[list[str]], int] = run_child) -> int:
     """Returns the exit status: 0, or 75 if asked to leave before the end, or 2 after one line about what is wrong
-    with the request, or 1 if a program failed otherwise.
+    with the request, or 130 after Ctrl-C, or 1 if a program failed otherwise.
     """
     try:
         o = make_parser().parse_args(argv)
@@ -169,6 +169,9 @@ def main(argv: list[str] | None = None, launch: Callable[[list[str]], int] = run
     except UsageError as error:
         print(f"{PROGRAM}: error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        say(f"{PROGRAM}: interrupted; the same command goes on")
+        return 130
 
 
 if __name__ == "__main__":
