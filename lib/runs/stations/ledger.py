@@ -55,14 +55,15 @@ class Ledger:
     def clock(self, station: str) -> Iterator[None]:
         """Count the seconds, and the joules, that pass inside."""
         entry, ended, read_joules = self.of(station), threading.Event(), joules_reader()
-        last = [time.monotonic(), read_joules()]
+        last: tuple[float, float | None] = (time.monotonic(), read_joules())
 
         def tick() -> None:
+            nonlocal last
             now, joules = time.monotonic(), read_joules()
             entry["seconds"] += now - last[0]
             if joules is not None and last[1] is not None:
                 entry["joules"] = (entry["joules"] or 0.0) + max(0.0, joules - last[1])
-            last[:] = now, joules
+            last = now, joules
             self.save()
 
         def watch() -> None:
