@@ -61,6 +61,7 @@ def make_parser() -> Parser:
         "--examples", type=Path, help=f"and {N_EXAMPLES} questions of each task with their answers here"
     )
     writing = parser.add_argument_group("answers that the model writes")
+    writing.add_argument("--chat", action="store_true", help="ask as a user would, by the model's chat template")
     writing.add_argument("--max-new-tokens", type=whole(1), default=256, help="of each answer at most")
     writing.add_argument("--temperature", type=share, help="default: 0, and 0.8 for several samples of a program")
     writing.add_argument("--samples", type=whole(1), default=1, help="programs for each prompt")
@@ -102,7 +103,10 @@ def load_served(options: Any) -> Served:
         raise UsageError("--device cuda: this machine has no GPU that PyTorch can use; expected cpu")
     device = torch.device("cuda" if has_gpu and options.device != "cpu" else "cpu")
     dtype = DTYPES[options.dtype or ("bf16" if device.type == "cuda" else "float32")]
-    return load_model(options.model, None, options.tokenizer, dtype, device)
+    served = load_model(options.model, None, options.tokenizer, dtype, device)
+    if options.chat and served.template is None:
+        raise UsageError(f"--chat with --model {options.model}: it has no chat template; expected no --chat")
+    return served
 
 
 def score(served: Served, name: str, questions: list[Example], options: Any) -> tuple[dict[str, Any], list[str]]:
@@ -119,7 +123,8 @@ def score(served: Served, name: str, questions: list[Example], options: Any) -> 
             return scorer(served, questions, options, progress)
         n_samples = options.samples if kind == "programs" else 1
         warmth = (0.8 if n_samples > 1 else 0.0) if options.temperature is None else options.temperature
-        chosen = argparse.Namespace(**vars(options) | {"temperature": warmth})
+        is_chat = options.chat and kind == "answers"
+        chosen = argparse.Namespace(**vars(options) | {"temperature": warmth, "chat": is_chat})
         writes = partial(_write, write, served, chosen, progress)
         return (score_programs if kind == "programs" else score_answers)(questions, chosen, progress, writes)
 

@@ -296,7 +296,8 @@ def texts_of_dataset(name: str, column: str, limit: int | None) -> tuple[Source,
     if Path(name).is_file() and not Path(name).stat().st_size:
         raise ValueError(f"--dataset {name} is an empty file: expected documents")
     texts = islice(stream_text(name, column=column, progress=False), limit)
-    return Source(name, "", ["see the data set's card"]), ((str(i), text) for i, text in enumerate(texts))
+    named = Path(name).name if Path(name).exists() else name  # where a file lies must not decide what is held out
+    return Source(named, "", ["see the data set's card"]), ((str(i), text) for i, text in enumerate(texts))
 
 
 def documents_of_dataset(

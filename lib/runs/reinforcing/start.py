@@ -18,6 +18,7 @@ from lib.llama import Llama
 from lib.rewards import token_log_probs
 from lib.runs.engine import export
 from lib.runs.flags import UsageError
+from lib.runs.serving.chat import ChatTemplate
 from lib.runs.serving.models import load_plain
 from lib.runs.serving.text import FileTokenizer, Tokenizer
 from lib.training import AdamW
@@ -25,6 +26,8 @@ from lib.training import AdamW
 KEPT = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json",
         "chat_template.jinja")  # fmt: skip
 """Files of a model's folder that are copied beside the trained one."""
+THINK = MARKERS[0]
+"""What every prompt of a task ends with."""
 
 
 @dataclass(eq=False)
@@ -37,6 +40,7 @@ class Policy:
         end_id: The token that ends a response.
         longest: Tokens of the longest prompt.
         source: The folder that it came from; None for the tiny one.
+        template: Of its chats. A model that has one is asked by it, as people will ask it, and writes ``<think>``.
     """
 
     model: nn.Module
@@ -44,6 +48,7 @@ class Policy:
     end_id: int
     source: Path | None = None
     longest: int = 0
+    template: ChatTemplate | None = None
 
     @property
     def config(self) -> Any:
@@ -51,7 +56,14 @@ class Policy:
 
     def encode(self, question: Question) -> list[int]:
         """The tokens of a prompt."""
-        return self.tokenizer.encode(question.prompt)
+        if self.template is None:
+            return self.tokenizer.encode(question.prompt)
+        asked = {"role": "user", "content": question.prompt.removesuffix(THINK)}
+        return self.tokenizer.encode_rendered(self.template.render([asked]))
+
+    def encode_solution(self, question: Question) -> list[int]:
+        """The tokens of a right response, without its end."""
+        return self.tokenizer.encode_rendered((THINK if self.template else "") + question.solution)
 
     def decode(self, tokens: list[int]) -> str:
         """The text of a response, without its end."""
@@ -74,7 +86,7 @@ def find(model: str, tokenizer: str | None, out: Path) -> Policy:
         return Policy(Llama(TINY), FileTokenizer(str(path), [Characters().eos_id]), Characters().eos_id)
     served = load_plain(model, tokenizer)
     return Policy(served.model.requires_grad_(True), served.tokenizer, min(served.tokenizer.end_ids, default=0),
-                  Path(model))  # fmt: skip
+                  Path(model), template=served.template)  # fmt: skip
 
 
 def letters() -> dict[str, Any]:
@@ -95,7 +107,7 @@ def check_questions(policy: Policy, questions: list[Question], task: str, new_to
     """
     for question in questions:
         text = question.prompt + question.solution
-        tokens = policy.encode(question) + policy.tokenizer.encode_rendered(question.solution)
+        tokens = policy.tokenizer.encode(question.prompt) + policy.tokenizer.encode_rendered(question.solution)
         if policy.tokenizer.decode(tokens).strip() != text.strip():
             raise UsageError(
                 f"--task {task}: the model's tokenizer cannot write {text!r}; expected another task or model"
@@ -116,10 +128,7 @@ def warm(policy: Policy, shown: Iterator[Question], n_steps: int, lr: float, n_r
     for step in range(n_steps):
         for group in optimizer.param_groups:
             group["lr"] = lr * min(1.0, (step + 1) / 20, (n_steps - step) / (0.3 * n_steps))
-        rows = [
-            (policy.encode(q), [*policy.tokenizer.encode_rendered(q.solution), policy.end_id])
-            for q in islice(shown, n_rows)
-        ]
+        rows = [(policy.encode(q), [*policy.encode_solution(q), policy.end_id]) for q in islice(shown, n_rows)]
         inputs, targets = (x.to(device) for x in supervised_batch(rows))
         counted = targets >= 0
         hidden = hidden_states(policy.model, inputs)[counted]

@@ -45,7 +45,8 @@ def write(
     Args:
         served: The model.
         prompts, n_samples, stops: What is asked.
-        options: Has ``batch_size``, ``max_new_tokens``, ``temperature`` and ``seed``.
+        options: Has ``batch_size``, ``max_new_tokens``, ``temperature`` and ``seed``. With ``chat``, each prompt is a
+            user's message, written by the model's template.
         progress: Its ``update(1)`` is called after each text.
 
     Raises:
@@ -85,9 +86,16 @@ def _requests(
         )
     found = {}
     for i, prompt in enumerate(prompts):
-        tokens = served.tokenizer.encode(prompt)[-room:]
+        tokens = _encoded(served, prompt, options)[-room:]
         for sample in range(n_samples):
             seed = random.Random(f"{options.seed} {i} {sample}").getrandbits(62)
             request = Request(tokens, options.max_new_tokens, options.temperature, seed)
             found[request] = Answer(Characters(served.tokenizer.decode, tokens), stops), (i, sample)
     return found
+
+
+def _encoded(served: Served, prompt: str, options: Any) -> list[int]:
+    if not getattr(options, "chat", False):
+        return served.tokenizer.encode(prompt)
+    assert served.template is not None
+    return served.tokenizer.encode_rendered(served.template.render([{"role": "user", "content": prompt}]))

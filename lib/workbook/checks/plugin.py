@@ -134,7 +134,7 @@ class Checks:
         # by module and exercise ("" for the whole module): why its remaining checks are not run
         self.given_up: dict[tuple[str, str], str] = {}
         # by module and exercise, of those that are still stubs: what the first check told, and so all do
-        self.not_started: dict[tuple[str, str], tuple[Told, list]] = {}
+        self.not_started: dict[tuple[str, str], tuple[CheckReport, list]] = {}
         self.runner = Runner(config, self.marks)
         self.n_maintainers = 0
         self.kept: list[str] = []  # files of marks that are left as they are, because no check was run
@@ -251,7 +251,7 @@ class Checks:
         which then need no child and no ranks.
         """
         for one in reports:
-            told = Told.of(one)
+            told = CheckReport.of(one)
             if told and told.state == "not started" and exercise.name in _untouched(exercise.module):
                 self.not_started[exercise.module, exercise.name] = told, one.user_properties
 
@@ -392,7 +392,7 @@ def _not_run(item, told: CheckReport, why: str) -> TestReport:
     return _made(item, "skipped", told, longrepr=(path, line, why))
 
 
-def _made(item, outcome, told: Told, user_properties=(), longrepr: Any = "") -> TestReport:
+def _made(item, outcome, told: CheckReport, user_properties=(), longrepr: Any = "") -> TestReport:
     """The report of a check that no child has made."""
     made = TestReport(
         nodeid=item.nodeid,

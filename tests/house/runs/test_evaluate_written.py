@@ -225,3 +225,37 @@ def test_an_empty_text_is_refused(tmp_path):
     (tmp_path / "a.txt").write_text("")
     with pytest.raises(UsageError, match=r"a\.txt is empty"):
         questions.load(str(tmp_path / "a.txt"), None, 0)
+
+
+# ------------------------------------------------------------------------------------------------------- a chat
+
+
+def test_in_a_chat_the_template_asks_without_shots_and_the_marked_answer_is_read():
+    rows = [{"query": "3,1:", "answer": "1,3"}, {"query": "2+2=", "answer": "4"}]
+    asked = []
+
+    def writes(prompts, n, stops):
+        asked.append((prompts, stops))
+        return [["<think>3</think><answer>1,3</answer>"], ["<think>5</think><answer>4</answer> 9"]]
+
+    found, _ = answers.score_answers(rows, options_of("--chat", "--shots", "1"), NOTHING, writes)
+    assert (found["right"], asked) == (2, [(["3,1:", "2+2="], ())])
+
+
+@pytest.mark.parametrize(
+    ("text", "inside"),
+    [("<answer>1</answer>", "1"), ("a</answer>", "a</answer>"), ("<answer>a", "<answer>a"), ("7", "7"),
+     ("<answer>1</answer><answer>2</answer> 3", "2")],
+)  # fmt: skip
+def test_what_is_marked_as_the_answer(text, inside):
+    assert answers.marked(text) == inside
+
+
+def test_a_list_is_no_number():
+    assert answers.form_of("1,2,3") == ("text", "1,2,3")
+    assert answers.form_of("1,234,567.5") == ("number", "1234567.5")
+
+
+def test_a_chat_needs_a_template(capsys):
+    assert evaluate.main(["--model", "tiny", "--chat", "--tasks", "sums", "--limit", "1"]) == 2
+    assert "--chat with --model tiny: it has no chat template" in capsys.readouterr().err
