@@ -10,6 +10,7 @@ are more than that has.
 Models that none of them can compute are refused.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -98,7 +99,7 @@ def step_by_step(
     return (functional.dropout(weights, dropout) @ value).transpose(1, 2)
 
 
-def workbook_mask(*args: Any, config: Any = None, **kwargs: Any) -> Tensor | None:
+def workbook_mask(*args: Any, config: Any = None, **kwargs: Any) -> Any:
     """A mask for `workbook_attention`: None if ``is_causal`` describes it completely, a `BandMask`, or a matrix.
 
     Some of Transformers' models compute attention by themselves, whatever ``attn_implementation`` is,
@@ -120,12 +121,14 @@ def workbook_mask(*args: Any, config: Any = None, **kwargs: Any) -> Tensor | Non
     if band is None:
         return sdpa_mask(*args, config=config, **kwargs)
     shape = kwargs["batch_size"], 1, kwargs["q_length"], kwargs["kv_length"]
-    return BandMask(shape, kwargs.get("device", "cpu"), band, lambda: sdpa_mask(config=config, **_whole(kwargs)))
+    return BandMask(shape, kwargs.get("device", "cpu"), band, partial(_whole_mask, config, kwargs))
 
 
-def _whole(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments with which Transformers makes a matrix in any case."""
-    return kwargs | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+def _whole_mask(config: Any, kwargs: dict[str, Any]) -> Any:
+    """The mask as a matrix in any case."""
+    from transformers.masking_utils import sdpa_mask
+
+    return sdpa_mask(config=config, **kwargs | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
 
 
 def _band(
@@ -157,8 +160,9 @@ def refuse_model(config: Any) -> None:
 
     found = MODEL_MAPPING.get(type(config), None) or MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     for model in found if isinstance(found, tuple | list) else (found,):
-        goes_through = model is None or (model._supports_flex_attn and model._supports_attention_backend)
-        if not goes_through and not model._supports_sdpa:
+        if model is None or (model._supports_flex_attn and model._supports_attention_backend):
+            continue
+        if not model._supports_sdpa:
             raise ValueError(f"{model.__name__} has an attention of its own: {USE_EAGER}")
 
 

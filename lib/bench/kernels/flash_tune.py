@@ -18,7 +18,7 @@ from lib.fast.models import capture
 
 KERNELS = ("forward", "dQ", "dK/dV")
 N_CALLS = 10
-CUTS: dict[tuple[str, int], list[tuple[int, ...]]] = {  # rows, columns, warps, stages
+CUTS: dict[tuple[str, int], list[tuple[int, int, int, int]]] = {  # rows, columns, warps, stages
     ("forward", 64): [(64, 64, 4, 3), (64, 64, 4, 4), (64, 128, 4, 2), (128, 64, 8, 3)],
     ("forward", 128): [(64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 4, 4), (128, 64, 8, 3)],
     ("forward", 256): [(64, 64, 4, 2), (128, 64, 8, 2), (128, 32, 8, 4)],

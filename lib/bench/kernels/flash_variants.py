@@ -141,7 +141,8 @@ def flex(case: Case, ids: Tensor | None, device: str) -> Attend:
         return seen if ids is None else seen & (ids[b, q] == ids[b, k])
 
     def capped(score, b, h, q, k):
-        return case.softcap * torch.tanh(score / case.softcap)
+        cap = case.softcap or 1.0
+        return cap * torch.tanh(score / cap)
 
     n = None if ids is None else case.batch
     mask = create_block_mask(sees, n, None, case.length, case.length, device=device)

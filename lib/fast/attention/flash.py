@@ -725,8 +725,8 @@ def variant_backward_operator(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """`variant_backward`; the gradient of absent sinks is an empty tensor."""
     variant = check_variant(q, k, scale, window, softcap, sinks, spans)
-    *grads, d_sinks = variant_backward(q, k, v, o, do, lse, sinks, spans, is_causal, variant)
-    return *grads, q.new_empty(0) if d_sinks is None else d_sinks
+    dq, dk, dv, d_sinks = variant_backward(q, k, v, o, do, lse, sinks, spans, is_causal, variant)
+    return dq, dk, dv, q.new_empty(0) if d_sinks is None else d_sinks
 
 
 @variant_forward_operator.register_fake
@@ -965,7 +965,7 @@ def flash_attention_fast(
     """
     if q.ndim > 4:
         check_shapes(q, k, v)
-        flat = (x.flatten(0, -4) for x in (q, k, v))
+        flat_q, flat_k, flat_v = (x.flatten(0, -4) for x in (q, k, v))
         rest: dict[str, Any] = {
             "scale": scale,
             "window": window,
@@ -973,7 +973,7 @@ def flash_attention_fast(
             "sinks": sinks,
             "documents": documents,
         }
-        return flash_attention_fast(*flat, is_causal, **rest).unflatten(0, q.shape[:-3])
+        return flash_attention_fast(flat_q, flat_k, flat_v, is_causal, **rest).unflatten(0, q.shape[:-3])
     if scale is window is softcap is sinks is documents is None:
         if is_watched(q, k, v):
             check_shapes(q, k, v)

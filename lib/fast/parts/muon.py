@@ -116,7 +116,7 @@ class StackedMuon(Muon):
 
     def update_stack(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         """Update parameters whose matrices have one shape."""
-        gradients = [p.grad for p in parameters]
+        gradients = [p.grad for p in parameters if p.grad is not None]
         means = [self.state[p].setdefault("momentum_buffer", torch.zeros_like(p)) for p in parameters]
         torch._foreach_lerp_(means, gradients, 1 - group["momentum"])
         directions = torch._foreach_lerp(gradients, means, group["momentum"]) if group["nesterov"] else means
