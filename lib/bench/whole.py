@@ -2,8 +2,7 @@
 
 ``python -m lib.bench.whole way`` writes ``chapters/measurements/whole.json``, on the machine that made the folder way
 with ``python -m lib.runs.whole --out way``. A size that was recorded before stays, unless it is among the folders.
-
-Run ``lib.runs.whole`` with a relative folder: the report has the commands as they were.
+Of the folder's path, the commands in the record keep the last name.
 """
 
 import argparse
@@ -42,7 +41,7 @@ def read(way: Path) -> tuple[str, dict[str, Any]]:
     path = way / "report.json"
     if not path.is_file():
         raise SystemExit(f"{path} is not there: expected a folder in which lib.runs.whole has come to its end")
-    report = json.loads(path.read_text(encoding="utf-8"))
+    report = json.loads(path.read_text(encoding="utf-8").replace(f'"{way}', f'"{way.name}'))
     return report["size"], report | {"machine": machine()}
 
 
