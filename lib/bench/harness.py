@@ -65,7 +65,7 @@ def make_tasks(served: Served) -> dict[str, list[Example]]:
 
 def options(**changes: Any) -> Namespace:
     """The flags of `lib.runs.evaluate`; shots are in the queries already, since the harness draws others."""
-    flags = {"shots": 0, "max_new_tokens": NEW_TOKENS, "temperature": 0.0}
+    flags = {"shots": 0, "max_new_tokens": NEW_TOKENS, "temperature": 0.0, "chat": False}
     return Namespace(**DEFAULTS | flags | changes)
 
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lib.fast.attention.flash import fits_fast, flash_attention_fast
-from lib.fast.attention.variants import FAR
 from lib.fast.masks import Band, BandMask, band_of, with_padding
+from lib.fast.variants import FAR
 
 SPECIAL = ("position_bias", "cache")  # what some models add to attention, and no kernel here has
 IGNORED = ("sinks", "indices", "block_indices")  # what other models add, and PyTorch's attention would ignore

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lib.fast.attention.variants import PLAIN, Variant
+from lib.fast.variants import PLAIN, Variant
 from lib.given.kernels.tiles import HAS_TRITON, INTERPRETED, triton
 
 if HAS_TRITON:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from lib.fast.attention.variants import FAR, Documents
+from lib.fast.variants import FAR, Documents
 
 
 class Band(NamedTuple):

@@ -13,8 +13,8 @@ from torch import Tensor, multiprocessing
 from lib.bench.kernels.flash import time_ms
 from lib.fast.attention.flash import Tiles, fast_dkdv, fast_dq, tiles_for, variant_forward
 from lib.fast.attention.flash_hopper import Roles
-from lib.fast.attention.variants import Documents, check_variant
 from lib.fast.models import capture
+from lib.fast.variants import Documents, check_variant
 
 KERNELS = ("forward", "dQ", "dK/dV")
 N_CALLS = 10
@@ -101,10 +101,8 @@ def ms_of(call: Callable[[], Tensor]) -> float:
     return statistics.median(time_ms(capture(many, n_warmup=1), 5, "cuda", warm=2)) / N_CALLS
 
 
-def tune(cases: dict[str, Any], n_processes: int) -> None:
-    """Print each candidate's time and error against the tables' own tiles, fastest first."""
-    from lib.bench.kernels.flash_variants import given
-
+def tune(cases: dict[str, Any], given: Callable[[Any, str], Any], n_processes: int) -> None:
+    """Print each candidate's time and error against the tables' own tiles, fastest first; ``given`` makes tensors."""
     context = multiprocessing.get_context("spawn")
     shares = [(rank, n_processes, cases, given) for rank in range(n_processes)]
     workers = [context.Process(target=compile_share, args=share, daemon=True) for share in shares]

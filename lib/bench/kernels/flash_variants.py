@@ -24,12 +24,13 @@ from lib.bench.kernels import flash_tune
 from lib.bench.kernels.flash_shapes import Shape, in_turns, inputs, prepare
 from lib.bench.kit import machine, record
 from lib.fast.attention.flash import flash_attention_fast
-from lib.fast.attention.variants import Documents
+from lib.fast.variants import Documents
 from lib.given.data.record import MEASUREMENTS, load
+from lib.given.models.gpus import SHEETS
 from lib.runs.flags import ProgramParser, whole
 
 NAME = "flash_variants"
-PEAK_FLOPS = 989e12  # dense bf16 products of an H100 or H200 SXM, by NVIDIA's data sheet
+PEAK_FLOPS = SHEETS["H100"].peak_flops  # an H200 has the same
 
 
 class Case(NamedTuple):
@@ -218,12 +219,17 @@ def try_out() -> None:
     print(f"{len(CASES)} cases would be timed, but there is no GPU")
 
 
-def main() -> None:
+def make_parser() -> ProgramParser:
     parser = ProgramParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=MEASUREMENTS)
     parser.add_argument("--only", nargs="+", metavar="WORD", help="cases whose name has one of these words in it")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--tune", type=whole(1), metavar="PROCESSES", help=argparse.SUPPRESS)
+    return parser
+
+
+def main() -> None:
+    parser = make_parser()
     options = parser.parse_args()
     names = [n for n in CASES if not options.only or any(w in n for w in options.only)]
     if not names:
@@ -234,7 +240,7 @@ def main() -> None:
         try_out()
         return
     if options.tune:
-        flash_tune.tune({name: CASES[name] for name in names}, options.tune)
+        flash_tune.tune({name: CASES[name] for name in names}, given, options.tune)
         return
     cards = load(NAME, options.folder)["results"]["cards"] if (options.folder / f"{NAME}.json").exists() else {}
     known = cards.get(torch.cuda.get_device_name(), {}).get("rows", {}) if options.only else {}

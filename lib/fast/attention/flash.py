@@ -23,10 +23,10 @@ from lib.fast.attention.flash_hopper import Roles, hopper_dkdv, hopper_dq, hoppe
 from lib.fast.attention.flash_items import n_tiles_in_memory
 from lib.fast.attention.flash_portable import fast_dkdv_kernel, fast_dq_kernel, fast_forward_kernel
 from lib.fast.attention.flash_stored import StoredBackward, has_collectives
-from lib.fast.attention.variants import PLAIN, Documents, Variant, check_variant
 from lib.fast.gluon import has_roles
 from lib.fast.launch import Address, Box, Launch, Sizes, can_be_read, grid_by_rows, is_watched, n_programs
 from lib.fast.parts.sums import add_rows
+from lib.fast.variants import PLAIN, Documents, Variant, check_variant
 from lib.given.kernels.once import NO_SECOND_DERIVATIVE
 from lib.given.kernels.tiles import HAS_TRITON, INTERPRETED, check_shapes, triton
 

@@ -142,9 +142,8 @@ def _from_runs(folder: Path, tokenizer: str | None) -> tuple[nn.Module, Tokenize
         name = run["task"].removesuffix("Task")
         text = f"the checkpoint is not of a plain {name} of this version"
         raise UsageError(f"--model {path}: {text}: {one_line(str(error).splitlines())}") from None
-    files = (
-        place / "tokenizer.json" for place in (folder, folder.parent)
-    )  # the best checkpoint is in a subfolder of the last one's
+    # the best checkpoint is in a subfolder of the last one's
+    files = (place / "tokenizer.json" for place in (folder, folder.parent))
     found = next((str(path) for path in files if path.is_file()), None)
     if not (tokenizer or found) and model.config.vocab_size > 256 and run["data"] != "synthetic":
         raise UsageError(

@@ -65,13 +65,12 @@ def describe_page(app, pagename: str, templatename: str, context: dict, doctree)
     title = re.sub(r"<[^>]+>", "", html.unescape(context["title"]))
     if at_front:
         context["docstitle"] = app.config.workbook_subtitle
-    about = description(doctree)
     base = app.config.html_baseurl
     path, alt = preview(app, pagename, title, doctree)
     picture = urljoin(base, path) if base else context["pathto"](path, 1)
     properties = {
         "og:title": title if at_front else f"{title} · {app.config.project}",
-        "og:description": about,
+        "og:description": (about := description(doctree)),
         "og:type": "website" if at_front else "article",
         "og:site_name": app.config.project,
         "og:image": picture,
@@ -81,9 +80,9 @@ def describe_page(app, pagename: str, templatename: str, context: dict, doctree)
     }
     if base:
         properties["og:url"] = urljoin(base, app.builder.get_target_uri(pagename))
-    tags = [_meta("name", "description", about), _meta("name", "twitter:card", "summary_large_image")]
-    tags += [_meta("name", "twitter:image", picture), _meta("name", "twitter:image:alt", alt)]
-    tags += [_meta("property", name, content) for name, content in properties.items()]
+    named = {"description": about, "twitter:card": "summary_large_image"}
+    named |= {"twitter:image": picture, "twitter:image:alt": alt}
+    tags = [*(_meta("name", *tag) for tag in named.items()), *(_meta("property", *tag) for tag in properties.items())]
     context["metatags"] = context.get("metatags", "") + "\n".join(["", *tags, ""])
 
 

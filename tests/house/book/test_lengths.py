@@ -79,7 +79,6 @@ LONG = {
         lib/runs/rent/modal_llama.py ::main
         lib/runs/rent/modal_train.py ::main
         lib/runs/rent/remote.py ::main
-        lib/runs/serve.py ::make_service
         lib/runs/serving/draft.py ::DraftEngine.step
         lib/workbook/checks/child.py ::_guard
         lib/workbook/checks/plugin.py ::Checks._reports_of
@@ -90,7 +89,7 @@ LONG = {
         tests/house/bench/yardstick_programs.py ::train_through_files
         tests/house/book/test_book.py module
         tests/house/book/test_lab.py ::test_a_wrong_answer_is_explained_and_the_right_one_passes
-        tests/house/book/test_site.py module ::test_every_page_is_whole
+        tests/house/book/test_site.py module
         tests/house/book/test_update.py module
         tests/house/checks/test_checks.py module
         tests/house/checks/test_files.py ::test_gradescope_gets_what_its_specification_names

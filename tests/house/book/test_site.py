@@ -179,7 +179,7 @@ def test_jupyter_book_2_reads_every_page(tmp_path):
     merged = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "timeout": 120}
     done = subprocess.run(command, cwd=tmp_path, env=environment, **merged)
     said = done.stdout.split("Querying template metadata")[0]
-    ours = "extra key ignored: routes"  # book.yml has a key of our own, which Jupyter Book need not know
+    ours = "extra keys ignored: routes, previews"  # keys of our own in book.yml, which Jupyter Book need not know
     assert [line for line in said.splitlines() if ("⛔" in line or "⚠" in line) and ours not in line] == []
     assert sorted(re.findall(r"Built ((?:chapters/|index)\S*\.md)", said)) == sorted(page["file"] for page in WRITTEN)
 

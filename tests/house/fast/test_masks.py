@@ -5,8 +5,8 @@ import torch
 
 from lib.fast import interface
 from lib.fast.attention.flash import flash_attention_fast
-from lib.fast.attention.variants import FAR
 from lib.fast.masks import Band, BandMask, band_of, with_padding
+from lib.fast.variants import FAR
 from lib.given.kernels.tiles import INTERPRETED
 
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="tensors on the CPU, which compiled kernels cannot read")

@@ -9,7 +9,7 @@ import torch
 
 from lib.fast.attention import flash, flash_portable
 from lib.fast.attention.flash import flash_attention_fast, variant_forward_operator
-from lib.fast.attention.variants import Documents, Variant
+from lib.fast.variants import Documents, Variant
 from lib.given.kernels.tiles import INTERPRETED
 
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="tensors on the CPU, which compiled kernels cannot read")

@@ -2,6 +2,7 @@
 model of Transformers'."""
 
 import json
+from collections import Counter
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from lib.runs.engine import variants
 from lib.runs.flags import UsageError
 from lib.runs.memory import state_bytes
 from lib.runs.serving import models
-from lib.runs.serving.metrics import Metrics
+from lib.runs.serving.engine import make_engine
 from lib.runs.serving.prefix import PrefixEngine
 from lib.runs.serving.wanted import Wanted
 from lib.runs.train_llama import main
@@ -177,7 +178,7 @@ def test_drafts_are_refused_where_a_state_cannot_take_them_back(hybrid):
     model = models.load(str(hybrid), None, "bytes", torch.float32, torch.device("cpu")).model
     options = serve.make_parser().parse_args(["--model", str(hybrid), "--draft", "prompt"])
     with pytest.raises(UsageError, match=r"--draft prompt.*linear layers.*expected no --draft"):
-        serve.make_engine(model, Scheduler(8, 8, 4), Metrics(8), options)
+        make_engine(model, Scheduler(8, 8, 4), Counter(), options)
 
 
 def test_answers_to_one_prompt_go_on_from_copies_of_its_state(hybrid):

@@ -83,7 +83,8 @@ def main(folder: str) -> None:
             os._exit(whole.main(request, dying(moment)))
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         stations = json.loads(Path(folder, "state.json").read_text())["stations"]
-        print(json.dumps({"moment": moment, "status": status, "done": {k: v["done"] for k, v in stations.items()}}))
+        said = {"moment": moment, "status": status, "done": {k: v["done"] for k, v in stations.items()}}
+        print(json.dumps(said), flush=True)  # what waits in the buffer would belong to the next process, too
 
 
 if __name__ == "__main__":
