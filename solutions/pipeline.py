@@ -414,10 +414,11 @@ def timetable(works: Sequence[Work], n_stages: int) -> list[Work | Message]:
     Args:
         works: What ``simulate`` returns for the schedules of all stages.
         n_stages: Number R of stages.
-            Chunk c of stage s is virtual stage ``c * R + s``.
+            Chunk c of stage s is virtual stage ``c * R + s``; each stage has as many chunks as occur in ``works``.
 
     Returns:
         All ``works`` as they are, and one ``Message`` for each tensor that another virtual stage needs.
+        Without works the list is empty.
         An "F" makes one for the next virtual stage, a "B" one for the previous one, and a "W" none.
         The last virtual stage's "F" and the first one's "B" make none, either.
         A message's name is ``(kind, g, micro_batch)``: the kind and micro-batch of the work that makes it, and the

@@ -810,6 +810,18 @@ edits(
     a message counts at the start of its work, where its tensor does not exist yet; it counts at the end
     - (work.end, 0, Message(
     + (work.start, 0, Message(
+    a message counts at the start of its work, behind the works of that time; it counts at the end of its work
+    - (work.end, 0, Message(
+    + (work.start, 2, Message(
+    the chunk is left out of the virtual stage; it is chunk * n_stages + stage
+    - to = work.chunk * n_stages + work.stage + (1 if work.kind == "F" else -1)
+    + to = work.stage + (1 if work.kind == "F" else -1)
+    nothing goes from the last stage to stage 0, or back; the next chunk's first virtual stage is there
+    - if 0 <= to < n_virtual:
+    + if 0 <= to < n_virtual and 0 <= work.stage + (1 if work.kind == "F" else -1) < n_stages:
+    the receiver is the chunk of the virtual stage; its stage is the remainder, not the quotient
+    - to % n_stages)
+    + to // n_stages)
     a work counts at its end: it comes behind messages that are sent while it runs; it counts at its start
     - (work.start, 1, work)
     + (work.end, 1, work)

@@ -1244,13 +1244,16 @@ def test_timetable_by_hand():
     expect_equal(kept, works, name="works", answer=found, read="the contract, under Returns")
 
 
-def test_timetable_of_two_micro_batches():
-    case("2 stages, 2 micro-batches, 1F1B; F 1 s, B 2 s: at 2 s and at 4 s a message and works")
+def test_timetable_of_three_micro_batches():
+    case("2 stages, 3 micro-batches, 1F1B; F 1 s, B 2 s: stage 0 starts F2 while stage 1 is in the midst of B1")
     works = works_of((0, "F0", 0, 1), (0, "F1", 1, 2), (1, "F0", 1, 2), (1, "B0", 2, 4), (0, "B0", 4, 6))
-    works += works_of((1, "F1", 4, 5), (1, "B1", 5, 7), (0, "B1", 7, 9))
+    works += works_of((1, "F1", 4, 5), (1, "B1", 5, 7), (0, "F2", 6, 7), (0, "B1", 7, 9), (1, "F2", 7, 8))
+    works += works_of((1, "B2", 8, 10), (0, "B2", 10, 12))
     expected = ["stage 0: F0", "F0 to virtual stage 1, from 0 to 1", "stage 0: F1", "stage 1: F0"]
     expected += ["F1 to virtual stage 1, from 0 to 1", "stage 1: B0", "B0 to virtual stage 0, from 1 to 0"]
-    expected += ["stage 0: B0", "stage 1: F1", "stage 1: B1", "B1 to virtual stage 0, from 1 to 0", "stage 0: B1"]
+    expected += ["stage 0: B0", "stage 1: F1", "stage 1: B1", "stage 0: F2", "B1 to virtual stage 0, from 1 to 0"]
+    expected += ["F2 to virtual stage 1, from 0 to 1", "stage 0: B1", "stage 1: F2", "stage 1: B2"]
+    expected += ["B2 to virtual stage 0, from 1 to 0", "stage 0: B2"]
     found = pipeline.timetable(works, 2)
     expect_equal(entries(found), expected, name="entries", answer=found, read=TABLE)
 
