@@ -249,6 +249,8 @@ def _runner(child: Child, pipe: Connection, work) -> None:
         while True:
             for data in work(pipe.recv()):
                 pipe.send(("told", data))
+            with contextlib.suppress(Exception):  # whatever the answer has put in its place
+                sys.stdout.flush()  # with -s; this process ends without it
             pipe.send(("done", None))
     except (EOFError, ConnectionError):
         os._exit(0)
