@@ -14,7 +14,7 @@ from lib.runs.flags import Parser, UsageError, whole
 
 PLAIN = "llama"
 STATES = "qwen3_next"
-"""The family whose layers are linear but for every so manieth."""
+"""The family in which only every n-th layer has full attention, and the others are linear."""
 
 
 def add_variant_flags(parser: Parser) -> argparse._ArgumentGroup:
@@ -32,7 +32,7 @@ def add_variant_flags(parser: Parser) -> argparse._ArgumentGroup:
     )  # fmt: skip
     what.add_argument(
         "--interval", type=whole(1),
-        help="every so manieth layer sees everything, the others are sliding or linear; default: 6 for gemma3, else 4, "
+        help="n: every n-th layer sees everything, the others are sliding or linear; default: 6 for gemma3, else 4, "
         "but at most the number of layers",
     )  # fmt: skip
     return what

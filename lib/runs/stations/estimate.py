@@ -37,7 +37,7 @@ def of_small(way: Way) -> list[str]:
     """GPT-2 small, from chapter 22's run, chapter 25's race and chapter 29's step."""
     n_ranks, size = max(1, way.n_gpus), way.size
     run = load("scaling_laws")["results"]["run"]["ours"]
-    muon = load("optimizers")["results"]["speeds"]["optimizer_s"]["muon"]["median"]
+    muon = load("optimizers")["results"]["speeds"]["optimizer_s"]["stacked_muon"]["median"]
     step = load("rewards")["results"]["step"]["bfloat16"]
     n_steps, batch, length = (flag(size.pretrain, name) for name in ("--steps", "--batch", "--length"))
     pretrain = n_steps * (batch * length / run["tokens_per_s"] / n_ranks + muon)
