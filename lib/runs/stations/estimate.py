@@ -51,7 +51,7 @@ def of_small(way: Way) -> list[str]:
     return [
         f"pretrain: {n_steps * batch * length:,} tokens, {pretrain / 60:.0f} minutes on {cards} "
         "(chapter 22's tokens a second, chapter 25's Muon)",
-        f"tune: {tune:,} positions, {tune_s / 60:.0f} minutes, if it were as fast; its attention is the plain one",
+        f"tune: {tune:,} positions, {tune_s / 60:.1f} minutes, if it were as fast; its attention is the plain one",
         f"reward: {reward / 60:.0f} minutes on one GPU (chapter 29's step)",
         f"together {hours:.1f} hours, {hours * n_ranks * price:.2f} dollars at ${price} an hour for an H100; the "
         "corpus and the evaluations come on top",
