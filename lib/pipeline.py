@@ -170,8 +170,10 @@ def simulate(
         A ``Work`` for each action, in ascending order of start, then of stage.
 
     Raises:
-        ValueError: The stages can never complete their lists. Of the stages that are stuck, the message names the one
-            that has waited longest and its action, and the action that it waits for, with the stage of that action.
+        ValueError: The stages can never complete their lists.
+            The message names the stuck stage that has waited longest, from when it was free (of equal ones the lowest),
+            its action, and the action that it waits for, with the stage of that action.
+            Of two missing actions it is the one that stands first in the rules above.
     """
     raise NotImplementedError("Exercise 17.7: write simulate")
 
