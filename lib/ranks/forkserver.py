@@ -97,6 +97,24 @@ def ask(where: str, request: Request, output: int, fds: Sequence[int] = ()) -> F
         raise
 
 
+def start(where: str, modules: Sequence[str], **settings: Any) -> subprocess.Popen:
+    """Start a server and wait until it listens.
+
+    Args:
+        where: The path of its socket.
+        modules: What it imports first.
+        settings: Of `subprocess.Popen`.
+
+    Returns:
+        Its process. It has ended if the server could not start.
+    """
+    command = [sys.executable, "-P", str(Path(__file__).resolve()), where, *modules]
+    server = subprocess.Popen(command, stdin=subprocess.DEVNULL, **settings)
+    while not os.path.exists(where) and server.poll() is None:
+        time.sleep(0.02)
+    return server
+
+
 # ---- the server ------------------------------------------------------------------------------------------------------
 
 

@@ -103,17 +103,10 @@ def _server() -> str:
     folder = tempfile.mkdtemp(prefix="books-")
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("WORKBOOK_", "PYTEST_", "COV_"))}
     modules = ("torch", "torch.distributed.fsdp", "torch._dynamo", *PRELOADED)
-    server = subprocess.Popen(
-        [sys.executable, "-P", forkserver.__file__, f"{folder}/socket", *modules],
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        preexec_fn=end_with_parent,
-    )
+    server = forkserver.start(f"{folder}/socket", modules, env=environment, preexec_fn=end_with_parent)
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     atexit.register(server.kill)
-    while not os.path.exists(f"{folder}/socket"):
-        assert server.poll() is None
-        time.sleep(0.05)
+    assert server.poll() is None
     return f"{folder}/socket"
 
 

@@ -1,18 +1,22 @@
 """The site: the settings of Sphinx that follow from book.yml, the pages of solutions, and the build itself."""
 
 import ast
+import contextlib
 import hashlib
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import yaml
 
+from lib.ranks import forkserver
 from lib.workbook.book.catalog import CHAPTER_FILE, ROOT, BookError, Chapter, chapters, is_back_matter
 from lib.workbook.book.stubs import BEGIN, END, source_of, write_atomically
+from lib.workbook.checks.warm import can_fork
 from lib.workbook.tools.lab import jupyter_path
 from lib.workbook.tools.tryit import assets
 
@@ -28,6 +32,14 @@ kernelspec:
   name: python3
 ---
 """
+
+PRELOADED = (
+    *("torch", "torch.distributed.fsdp", "torch._dynamo", "numpy", "einops", "jaxtyping", "regex", "yaml", "psutil"),
+    *("safetensors.torch", "docstring_parser", "IPython", "ipykernel.ipkernel"),
+    *("matplotlib.pyplot", "matplotlib_inline.backend_inline"),
+)
+INLINE = "module://matplotlib_inline.backend_inline"
+"""Where figures go; matplotlib asks when it is imported."""
 
 
 def build(destination: str | Path = "_build/html", execute: bool = True) -> None:
@@ -48,7 +60,8 @@ def build(destination: str | Path = "_build/html", execute: bool = True) -> None
     if not execute:
         command += ["-D", "nb_execution_mode=off", "-D", "suppress_warnings=misc.highlighting_failure"]
     command += [str(ROOT), str(ROOT / destination)]
-    finished = subprocess.run(command, cwd=ROOT, env=environment())
+    with warm_kernels(environment()) as variables:
+        finished = subprocess.run(command, cwd=ROOT, env=variables)
     if finished.returncode:
         raise BookError("the site could not be built; the errors are printed above")
     print(f"The site is built. Open {Path(destination) / 'index.html'} in a browser.")
@@ -70,6 +83,29 @@ def environment() -> dict[str, str]:
         "PYDEVD_DISABLE_FILE_VALIDATION": "1",
         "JUPYTER_PATH": jupyter_path(),
     }
+
+
+@contextlib.contextmanager
+def warm_kernels(variables: dict[str, str]) -> Iterator[dict[str, str]]:
+    """While this block runs, kernels and their ranks are forks of a process that has imported what most pages import.
+
+    Args:
+        variables: The environment of a build.
+
+    Returns:
+        The same, with the place of that process. Where a process cannot be forked so, there is none.
+    """
+    if not can_fork():
+        yield variables
+        return
+    with tempfile.TemporaryDirectory(prefix="kernels-") as folder:
+        where = f"{folder}/socket"
+        server = forkserver.start(where, PRELOADED, env={**variables, "MPLBACKEND": INLINE})
+        try:
+            yield {**variables, forkserver.VARIABLE: where}
+        finally:
+            server.kill()
+            server.wait()
 
 
 # ---- what conf.py asks for -------------------------------------------------------------------------------------------
