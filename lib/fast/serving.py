@@ -246,6 +246,10 @@ class Runner:
             self._known[row] = sequence, len(table)
         return slot
 
+    def forget_tables(self) -> None:
+        """Send all tables anew with the next step: blocks have left the end of one."""
+        self._known = [(-1, 0)] * MOST_SEQUENCES
+
     def _in_a_row(self, chunks: list[Chunk]) -> Float[Tensor, "n v"]:
         """The tokens of all chunks, one chunk's after another's."""
         ids, device = [self._sequence(chunk.progress) for chunk in chunks], self.cache.keys.device

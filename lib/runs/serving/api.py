@@ -70,6 +70,7 @@ class Service:
     key: str | None = None
     aliases: tuple[str, ...] = ()
     path: str = ""
+    notes: tuple[str, ...] = ()
     is_leaving: bool = False
     n_open: int = 0
     created: int = field(default_factory=lambda: int(time.time()))

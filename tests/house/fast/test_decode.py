@@ -1,5 +1,6 @@
 """The fast way of a Llama through the serving engine: its kernels, its step, and the same tokens as the plain way."""
 
+import copy
 import math
 
 import pytest
@@ -17,7 +18,8 @@ from lib.given.models.llama import LlamaConfig
 from lib.given.models.serving import Progress, Request
 from lib.llama import Llama, RMSNorm, sample_next
 from lib.rope import apply_rope, precompute_rope
-from lib.runs.serving.draft import DraftEngine, Lookup
+from lib.runs.serving.draft import DraftEngine
+from lib.runs.serving.drafters import Lookup, ModelDrafter
 from lib.runs.serving.forms import Form
 from lib.runs.serving.prefix import PrefixEngine
 from lib.runs.serving.wanted import Wanted
@@ -313,6 +315,21 @@ def test_drafts_on_the_fast_way(fast, model, monkeypatch, n_blocks):
     engine = DraftEngine(model, Scheduler(16, n_blocks, 4), n_drafted=3, on_drafted=lambda *n: counts.append(n))
     assert served(engine, [Request(prompt, 9) for prompt in prompts]) == expected
     assert sum(n for n, _ in counts) > sum(kept for _, kept in counts) > 0
+
+
+def test_a_model_drafts_on_the_fast_way(fast, model):
+    """Its steps take the fast way, too; what the target did not keep leaves its cache."""
+    prompts, counts, scheduler = [[3, 1, 4, 3, 1], [2, 7]], [], Scheduler(16, 16, 4)
+    expected = plainly(model, [Request(prompt, 6) for prompt in prompts], Scheduler(16, 16, 4))
+    small = copy.deepcopy(model)
+    with torch.no_grad():
+        small.output.weight += 0.3 * normal(23, 32, device=small.output.weight.device)
+    drafter = ModelDrafter(small, scheduler, 23)
+    assert drafter.steps is not None
+    engine = DraftEngine(model, scheduler, 2, lambda *n: counts.append(n), drafter)
+    assert served(engine, [Request(prompt, 6) for prompt in prompts]) == expected
+    assert sum(n for n, _ in counts) > sum(kept for _, kept in counts) > 0
+    assert drafter.cache.allocator.n_free == 16
 
 
 def test_weights_side_by_side_are_the_model_s_own(fast, model):
