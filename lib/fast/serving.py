@@ -71,11 +71,15 @@ class Runner:
         states: Of the model's linear layers; None where it has none.
     """
 
+    own_cache: tuple[Callable[..., Any], Callable[..., Tensor]] | None = None
+    """A cache and its attention, in place of those that are given."""
+
     def __init__(
         self, model: nn.Module, scheduler: Any, make_cache: Callable[..., Any], attend: Callable[..., Tensor]
     ) -> None:
         weight = next(model.parameters())
-        self.model, self.scheduler, self.attend = model, scheduler, attend
+        make_cache, self.attend = self.own_cache or (make_cache, attend)
+        self.model, self.scheduler = model, scheduler
         self.cache = make_cache(
             model.config, scheduler.n_blocks, scheduler.block_size, dtype=weight.dtype, device=weight.device
         )

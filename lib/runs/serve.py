@@ -94,6 +94,10 @@ def make_parser() -> Parser:
     load.add_argument(
         "--blocks", type=whole(1), help="blocks of the cache; default: what fits into 0.9 of a GPU's free memory"
     )
+    load.add_argument(
+        "--cache-dtype", choices=("float8", "int8"),
+        help="keep keys and values in 8 bits; the server says at its start what that costs; default: as --dtype",
+    )  # fmt: skip
     load.add_argument("--block-size", type=whole(1), default=16, help="positions in a block")
     return parser
 
@@ -137,6 +141,7 @@ def make_service(options: Any) -> Any:
     begun, connection, ready = process.start(_engine, options)
     metrics = Metrics(ready.n_blocks)
     metrics.tell_path(ready.path[0])
+    metrics.position_bytes.set(ready.position_bytes)
     return Service(
         name=ready.name, tokenizer=ready.tokenizer, link=Link(connection, options.queue, metrics, begun),
         metrics=metrics, vocab_size=ready.vocab_size, context_len=ready.context_len, template=ready.template,

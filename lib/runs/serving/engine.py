@@ -13,6 +13,7 @@ from lib.runs.serving import models
 from lib.runs.serving.draft import DraftEngine
 from lib.runs.serving.drafters import ModelDrafter
 from lib.runs.serving.forms import Forms
+from lib.runs.serving.packed import measure_cost, position_bytes
 from lib.runs.serving.pairs import PROMPT, check_draft, check_layers, load_draft
 from lib.runs.serving.prefix import PrefixEngine
 from lib.runs.serving.process import Ready
@@ -59,7 +60,8 @@ def build(options: Any, counts: Counter[str]) -> tuple[Any, Ready]:
     drafting = load_draft(options, dtype, device) if draft else None
     served = models.load(options.model, options.name, options.tokenizer, dtype, device)
     config: Any = served.model.config
-    each = block_bytes(config, options.block_size, dtype)
+    per_position = position_bytes(config, dtype, options.cache_dtype)
+    each = options.block_size * per_position
     each += block_bytes(drafting.config, options.block_size, dtype) if drafting else 0
     n_blocks = options.blocks or count_blocks(config, options.block_size, dtype, device, each)
     what = f"a cache of {n_blocks} blocks of {options.block_size} positions"
@@ -73,7 +75,7 @@ def build(options: Any, counts: Counter[str]) -> tuple[Any, Ready]:
     warm_up(engine)
     ready = Ready(
         served.name, served.tokenizer, served.template, config.vocab_size, config.context_len, n_blocks,
-        describe_path(engine), describe_draft(options),
+        describe_path(engine), describe_draft(options) + describe_cache(served, options, dtype), per_position,
     )  # fmt: skip
     return engine, ready
 
@@ -111,7 +113,10 @@ def count_blocks(config: Any, block_size: int, dtype: torch.dtype, device: torch
 
 def make_engine(model: Any, scheduler: Any, counts: Counter[str], options: Any, draft: Any = None) -> Any:
     """The engine that the flags ask for; ``draft`` is the model that drafts, if one does."""
-    more = {"on_found": partial(_add, counts, "found_tokens"), "on_forked": partial(_add, counts, "forked_tokens")}
+    more: dict[str, Any] = {
+        "on_found": partial(_add, counts, "found_tokens"), "on_forked": partial(_add, counts, "forked_tokens"),
+        "cache_format": options.cache_dtype,
+    }  # fmt: skip
     if options.draft:
         check_layers(model.config, options, options.model)
         drafter = ModelDrafter(draft, scheduler, model.config.vocab_size) if draft else None
@@ -147,6 +152,21 @@ def describe_draft(options: Any) -> tuple[str, ...]:
         return ()
     who = "the text itself" if options.draft == PROMPT else options.draft
     return (f"{who} drafts up to {options.drafted} tokens of a request in a step",)
+
+
+def describe_cache(served: models.Served, options: Any, dtype: torch.dtype) -> tuple[str, ...]:
+    """What a position of the cache takes; of one in 8 bits also what it costs, measured on a text."""
+    config, wide = served.model.config, str(dtype).removeprefix("torch.")
+    wide_bytes = position_bytes(config, dtype, None)
+    if options.cache_dtype is None:
+        return (f"a position of the cache takes {wide_bytes:,} bytes, in {wide}",)
+    n_bytes = position_bytes(config, dtype, options.cache_dtype)
+    cost = measure_cost(served.model, served.tokenizer, options.cache_dtype)
+    return (
+        f"a position of the cache takes {n_bytes:,} bytes, in {options.cache_dtype}; in {wide} it would take "
+        f"{wide_bytes:,}",
+        str(cost),
+    )
 
 
 def describe_path(engine: Any) -> tuple[str, str]:

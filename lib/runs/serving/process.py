@@ -34,6 +34,7 @@ class Ready:
         n_blocks: Blocks of the cache.
         path: Which way the engine's steps take through the model: a word, and a sentence.
         notes: What else to say at the start, a line each.
+        position_bytes: Bytes of the cache that a position takes.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Ready:
     n_blocks: int
     path: tuple[str, str]
     notes: tuple[str, ...] = ()
+    position_bytes: int = 0
 
 
 def start(main: Main, *args: Any) -> tuple[BaseProcess, Connection, Ready]:
