@@ -14,7 +14,7 @@ from lib.runs.serving.draft import DraftEngine
 from lib.runs.serving.drafters import ModelDrafter
 from lib.runs.serving.forms import Forms
 from lib.runs.serving.packed import measure_cost, position_bytes
-from lib.runs.serving.pairs import PROMPT, check_draft, check_layers, load_draft
+from lib.runs.serving.pairs import PROMPT, check_layers, load_models
 from lib.runs.serving.prefix import PrefixEngine
 from lib.runs.serving.process import Ready
 from lib.runs.serving.settings import one_line
@@ -52,13 +52,7 @@ def build(options: Any, counts: Counter[str]) -> tuple[Any, Ready]:
     """
     device = _device(options)
     dtype = DTYPES[options.dtype or ("bf16" if device.type == "cuda" else "float32")]
-    draft = options.draft if options.draft != PROMPT else None
-    if draft:
-        check_draft(options)
-    n_bytes = models.weight_bytes(options.model) + (models.weight_bytes(draft) if draft else 0)
-    check_need(n_bytes, torch.device("cpu"), f"--model {options.model}: weights", ["--model"])
-    drafting = load_draft(options, dtype, device) if draft else None
-    served = models.load(options.model, options.name, options.tokenizer, dtype, device)
+    served, drafting = load_models(options, dtype, device)
     config: Any = served.model.config
     per_position = position_bytes(config, dtype, options.cache_dtype)
     each = options.block_size * per_position

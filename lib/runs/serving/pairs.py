@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from lib.runs.flags import UsageError
+from lib.runs.memory import check_need
 from lib.runs.serving import models
 
 PROMPT = "prompt"
@@ -54,18 +55,24 @@ def tokens_of(model: str, tokenizer: str | None) -> dict[str, int]:
         raise UsageError(" ".join(text.split())[:300]) from None
 
 
-def load_draft(options: Any, dtype: torch.dtype, device: torch.device) -> Any:
-    """The model that drafts.
+def load_models(options: Any, dtype: torch.dtype, device: torch.device) -> tuple[models.Served, Any]:
+    """The model that is served, and the one that drafts for it; None for the latter if no model does.
 
     Raises:
-        UsageError: it cannot be loaded, or it has linear layers, whose state cannot take back a drafted token.
+        UsageError: one cannot be loaded, they are no pair, or both do not fit into memory.
     """
-    try:
-        draft: Any = models.load(options.draft, None, options.tokenizer, dtype, device).model
-    except UsageError as error:
-        raise UsageError(f"--draft: {error}") from None
-    check_layers(draft.config, options, options.draft)
-    return draft
+    draft, drafting = options.draft if options.draft != PROMPT else None, None
+    if draft:
+        check_draft(options)
+    n_bytes = models.weight_bytes(options.model) + (models.weight_bytes(draft) if draft else 0)
+    check_need(n_bytes, torch.device("cpu"), f"--model {options.model}: weights", ["--model"])
+    if draft:
+        try:
+            drafting = models.load(draft, None, options.tokenizer, dtype, device).model
+        except UsageError as error:
+            raise UsageError(str(error).replace("--model", "--draft", 1)) from None
+        check_layers(drafting.config, options, draft)
+    return models.load(options.model, options.name, options.tokenizer, dtype, device), drafting
 
 
 def check_layers(config: Any, options: Any, model: str) -> None:
