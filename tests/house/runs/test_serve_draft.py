@@ -98,15 +98,20 @@ def test_a_greedy_text_is_the_same_in_fewer_steps(model, small, drafts, n_blocks
 
 def test_a_model_that_drafts_for_itself_is_always_right(model):
     """So each step gives all drafted tokens and one more; a pair that was kept is read in one pass."""
-    counts, n_steps, scheduler = [], 0, Scheduler(64, 60, 4)
-    engine = DraftEngine(model, scheduler, 3, lambda *n: counts.append(n), ModelDrafter(model, scheduler, 12))
-    engine.submit(Request([5, 1, 2], 21))
-    engine.submit(Request([7, 2], 21, 1.0, 3))
-    while engine.is_busy:
-        engine.step()
-        n_steps += 1
-    assert set(counts) == {(3, 3)}
-    assert n_steps == 1 + 20 // 4
+    texts = []
+    for _ in range(2):  # with a seed, and nobody else in the step, a text repeats
+        counts, n_steps, scheduler = [], 0, Scheduler(64, 60, 4)
+        drafter = ModelDrafter(model, scheduler, 12)
+        engine = DraftEngine(model, scheduler, 3, lambda *n, to=counts: to.append(n), drafter)
+        engine.submit(Request([5, 1, 2], 21))
+        engine.submit(Request([7, 2], 21, 1.0, 3))
+        texts.append([])
+        while engine.is_busy:
+            texts[-1] += [token for _, token in engine.step()]
+            n_steps += 1
+        assert set(counts) == {(3, 3)}
+        assert n_steps == 1 + 20 // 4
+    assert texts[0] == texts[1]
 
 
 def test_a_step_gives_each_token_that_is_kept_and_one_more(model):
@@ -143,11 +148,15 @@ def test_a_drawn_text_has_the_model_s_distribution(model):
         torch.testing.assert_close(share, shares[2], atol=0.12, rtol=0)  # three standard deviations of a difference
 
 
-def test_scores_an_end_and_forks_with_drafts(model):
+def test_scores_an_end_and_forks_with_drafts(model, small):
     first = Wanted([1, 2, 3, 1, 2], 20, n_top=2)
     others = [Wanted(first.tokens, 20, n_top=2, first=first), Request([1, 2, 3, 1, 2], 20)]
     results = []
-    for make in (DraftEngine, PrefixEngine):
+
+    def with_a_model(model, scheduler):
+        return DraftEngine(model, scheduler, 4, drafter=ModelDrafter(small, scheduler, 12))
+
+    for make in (DraftEngine, PrefixEngine, with_a_model):
         engine = make(model, Scheduler(64, 60, 4))
         found = {request: [] for request in (first, *others)}
         for request in found:
@@ -156,11 +165,12 @@ def test_scores_an_end_and_forks_with_drafts(model):
             for request, token in engine.step():
                 found[request].append(token)
         results.append(list(found.values()))
-    for ours, theirs in zip(results[0][0] + results[0][1], results[1][0] + results[1][1], strict=True):
-        assert (ours.token, [t for t, _ in ours.top]) == (theirs.token, [t for t, _ in theirs.top])
-        assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-5)
+    for drafted in (results[0], results[2]):
+        for ours, theirs in zip(drafted[0] + drafted[1], results[1][0] + results[1][1], strict=True):
+            assert (ours.token, [t for t, _ in ours.top]) == (theirs.token, [t for t, _ in theirs.top])
+            assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-5)
     plain = results[0][2]
-    assert plain == results[1][2]
+    assert plain == results[1][2] == results[2][2]
     end = plain[8]
     engine = DraftEngine(model, Scheduler(64, 60, 4))
     engine.submit(Request([1, 2, 3, 1, 2], 20, eos_id=end))
