@@ -215,9 +215,9 @@ class Steps:
         lse = torch.empty(n_parts, batch, n_heads, dtype=torch.float32, device=qkv.device)
         group = n_heads // n_kv_heads
         (k, k_scales, largest), (v, v_scales, _) = pointers(keys), pointers(values)
-        kernel, pools = paged_attention_kernel, (k, v)
+        kernel, pools = paged_attention_kernel, list[Tensor]([k, v])
         if largest:
-            kernel, pools = packed_attention_kernel, (k, v, k_scales, v_scales)
+            kernel, pools = packed_attention_kernel, [k, v, k_scales, v_scales]
         kernel[(batch, n_kv_heads, n_parts)](
             qkv, *pools, tables, lengths, o, lse, width**-0.5, n_heads, tables.shape[1], qkv.shape[1],
             SIZE=size, GROUP=group, D=width, WIDTH=triton.next_power_of_2(width),

@@ -170,8 +170,9 @@ class ModelDrafter(Runner):
 
     def _catch_up(self, progress: Progress) -> None:
         """Give the own progress of a request the request's text, of which it keeps what it has in the cache."""
-        mine, config = self.followed.setdefault(progress, Progress(progress.request)), self.model.config
-        most: Any = config.vocab_size - 1  # a target with more rows than the tokenizer has tokens may go beyond
+        config: Any = self.model.config
+        mine = self.followed.setdefault(progress, Progress(progress.request))
+        most = config.vocab_size - 1  # a target with more rows than the tokenizer has tokens may go beyond
         tokens, n = [min(token, most) for token in progress.tokens], min(mine.n_cached, progress.n_cached)
         while mine.tokens[:n] != tokens[:n]:
             n -= 1

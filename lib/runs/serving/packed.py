@@ -27,6 +27,9 @@ class PackedCache(PagedCache):
         more: As for ``PagedCache``; ``dtype`` is that of keys and values when they are read.
     """
 
+    keys: Any  # Packed
+    values: Any
+
     def __init__(self, cache_format: str, config: Any, n_blocks: int, block_size: int = 16,
                  dtype: torch.dtype | None = None, device: Any = None):  # fmt: skip
         super().__init__(config, n_blocks, block_size, FORMATS[cache_format][0], device)
