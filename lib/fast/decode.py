@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lib.fast.attention.paged import Tiles, prompt_attention
 from lib.fast.models import capture
+from lib.fast.parts.packed import Packed, packed_attention_kernel, pointers
 from lib.fast.parts.rows import add_norm, embed, gate, merge, one_row, rotate_and_store
 from lib.given.kernels.mode import HAS_TRITON, INTERPRETED, triton
 from lib.given.kernels.paged import paged_attention_kernel
@@ -50,9 +51,17 @@ def can_step(model: Any, cache: Any) -> bool:
         name.rpartition(".")[2] for name, module in model.layers[0].named_modules() if isinstance(module, nn.Linear)
     }
     one_kind = {(w.dtype, w.device) for w in weights} == {(cache.keys.dtype, cache.keys.device)}
-    places = cache.keys.is_cuda or INTERPRETED
+    places = (cache.keys.is_cuda or INTERPRETED) and can_read(cache.keys)
     head_dim = cache.keys.shape[-1]
     return places and plain and found == names and one_kind and cache.keys.dtype in DTYPES and 16 <= head_dim <= 256
+
+
+def can_read(pool: Any) -> bool:
+    """Whether Triton can convert the numbers of a pool on this device: float8 needs an H100's generation, or the one
+    before.
+    """
+    is_float8 = isinstance(pool, Packed) and pool.numbers.dtype == torch.float8_e4m3fn
+    return not is_float8 or not pool.is_cuda or torch.cuda.get_device_capability(pool.device) >= (8, 9)
 
 
 def side_by_side(*layers: nn.Linear) -> Tensor:
@@ -205,8 +214,12 @@ class Steps:
         o = torch.empty(n_parts, batch, n_heads, width, dtype=torch.float32, device=qkv.device)
         lse = torch.empty(n_parts, batch, n_heads, dtype=torch.float32, device=qkv.device)
         group = n_heads // n_kv_heads
-        paged_attention_kernel[(batch, n_kv_heads, n_parts)](
-            qkv, keys, values, tables, lengths, o, lse, width**-0.5, n_heads, tables.shape[1], qkv.shape[1],
+        (k, k_scales, largest), (v, v_scales, _) = pointers(keys), pointers(values)
+        kernel, pools = paged_attention_kernel, list[Tensor]([k, v])
+        if largest:
+            kernel, pools = packed_attention_kernel, [k, v, k_scales, v_scales]
+        kernel[(batch, n_kv_heads, n_parts)](
+            qkv, *pools, tables, lengths, o, lse, width**-0.5, n_heads, tables.shape[1], qkv.shape[1],
             SIZE=size, GROUP=group, D=width, WIDTH=triton.next_power_of_2(width),
             ROWS=max(16, triton.next_power_of_2(group)), COLS=TILE,
         )  # fmt: skip

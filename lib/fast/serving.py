@@ -71,11 +71,15 @@ class Runner:
         states: Of the model's linear layers; None where it has none.
     """
 
+    own_cache: tuple[Callable[..., Any], Callable[..., Tensor]] | None = None
+    """A cache and its attention, in place of those that are given."""
+
     def __init__(
         self, model: nn.Module, scheduler: Any, make_cache: Callable[..., Any], attend: Callable[..., Tensor]
     ) -> None:
         weight = next(model.parameters())
-        self.model, self.scheduler, self.attend = model, scheduler, attend
+        make_cache, self.attend = self.own_cache or (make_cache, attend)
+        self.model, self.scheduler = model, scheduler
         self.cache = make_cache(
             model.config, scheduler.n_blocks, scheduler.block_size, dtype=weight.dtype, device=weight.device
         )
@@ -245,6 +249,10 @@ class Runner:
             self.steps.tables[row, : len(table)] = table
             self._known[row] = sequence, len(table)
         return slot
+
+    def forget_tables(self) -> None:
+        """Send all tables anew with the next step: blocks have left the end of one."""
+        self._known = [(-1, 0)] * MOST_SEQUENCES
 
     def _in_a_row(self, chunks: list[Chunk]) -> Float[Tensor, "n v"]:
         """The tokens of all chunks, one chunk's after another's."""

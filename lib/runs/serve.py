@@ -86,14 +86,18 @@ def make_parser() -> Parser:
         "--max-tokens", type=whole(1), default=2048, help="tokens that a step passes through the model at most"
     )
     load.add_argument(
-        "--draft", choices=("prompt",),
-        help="prompt: draft tokens from what followed the last few earlier in the text; the answers keep their "
-        "distribution",
+        "--draft", type=filled, metavar="prompt|FOLDER",
+        help="draft tokens, by what followed the last few earlier in the text, or by a small model with the same "
+        "tokenizer; the answers keep their distribution",
     )  # fmt: skip
     load.add_argument("--drafted", type=whole(1), default=7, help="tokens that are drafted for a step at most")
     load.add_argument(
         "--blocks", type=whole(1), help="blocks of the cache; default: what fits into 0.9 of a GPU's free memory"
     )
+    load.add_argument(
+        "--cache-dtype", choices=("float8", "int8"),
+        help="keep keys and values in 8 bits; the server says at its start what that costs; default: as --dtype",
+    )  # fmt: skip
     load.add_argument("--block-size", type=whole(1), default=16, help="positions in a block")
     return parser
 
@@ -137,10 +141,12 @@ def make_service(options: Any) -> Any:
     begun, connection, ready = process.start(_engine, options)
     metrics = Metrics(ready.n_blocks)
     metrics.tell_path(ready.path[0])
+    metrics.position_bytes.set(ready.position_bytes)
     return Service(
         name=ready.name, tokenizer=ready.tokenizer, link=Link(connection, options.queue, metrics, begun),
         metrics=metrics, vocab_size=ready.vocab_size, context_len=ready.context_len, template=ready.template,
         key=options.api_key, aliases=(options.model,), path=ready.path[1],
+        notes=ready.notes,
     )  # fmt: skip
 
 
@@ -169,7 +175,7 @@ def make_server(service: Any, grace_s: float, url: str) -> Any:
             print(f"serving {service.name} at {url}", flush=True)
             print(f"a page to try it: {url.removesuffix('v1')}", flush=True)
             if service.path:
-                print(f"each step takes {service.path}", flush=True)
+                print(f"each step takes {service.path}", *service.notes, sep="\n", flush=True)
 
         def handle_exit(self, sig: int, frame: Any) -> None:
             if service.is_leaving:

@@ -5,11 +5,12 @@ for all of them. The queries' own keys are in the cache already.
 A prompt whose beginning another request computed, or that comes in several parts, needs nothing else.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from lib.fast.parts.packed import pointers
 from lib.given.kernels.mode import INTERPRETED, tl, triton
 
 ROWS = 16 if INTERPRETED else 128  # queries times heads in a tile
@@ -36,15 +37,16 @@ class Tiles(NamedTuple):
 
 @triton.jit
 def prompt_attention_kernel(
-    qkv, keys, values, tables, sequences, rows, positions, counts, out, scale, H, M, Q,
+    qkv, keys, values, key_scales, value_scales, tables, sequences, rows, positions, counts, out, scale, H, M, Q,
     SIZE: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
-    HEADS: tl.constexpr, QUERIES: tl.constexpr, COLS: tl.constexpr,
+    HEADS: tl.constexpr, QUERIES: tl.constexpr, COLS: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """Causal attention of one tile's queries, of GROUP heads, to their sequence; the grid is (tiles, key heads).
 
     Args:
         qkv, out: Pointers to ``[N, Q]``, whose first H D numbers are a token's queries, and contiguous ``[N, H, D]``.
         keys, values: Pointers to contiguous ``[n_blocks, SIZE, G, D]``.
+        key_scales, value_scales: Pointers to float32 ``[n_blocks, SIZE, G]`` if SCALED: keys and values are in 8 bits.
         tables, sequences, rows, positions, counts: Pointers to the fields of `Tiles`.
         scale: Factor of the scores.
         H, M, Q: Query heads; numbers from one table to the next; numbers from one token's queries to the next.
@@ -71,15 +73,19 @@ def prompt_attention_kernel(
     for start in range(0, length, COLS):
         cols = start + tl.arange(0, COLS)
         block = tl.load(tables + b * M + cols // SIZE, mask=cols < length, other=0)
-        where = ((block * SIZE + cols % SIZE) * (H // GROUP) + g)[:, None] * D + dims[None, :]
-        there = (cols < length)[:, None] & (dims < D)[None, :]
-        key = tl.load(keys + where, mask=there, other=0.0)
+        kv_head = (block * SIZE + cols % SIZE) * (H // GROUP) + g
+        where, there = kv_head[:, None] * D + dims[None, :], (cols < length)[:, None] & (dims < D)[None, :]
+        key = tl.load(keys + where, mask=there, other=0.0).to(q.dtype)
         scores = tl.dot(q, tl.trans(key), input_precision="ieee") * scale
+        if SCALED:
+            scores *= tl.load(key_scales + kv_head, mask=cols < length, other=0.0)[None, :]
         scores = tl.where(cols[None, :] <= (first + query)[:, None], scores, -float("inf"))
         m_new = tl.maximum(m, tl.max(scores, 1))
         weights, decay = tl.exp(scores - m_new[:, None]), tl.exp(m - m_new)
-        value = tl.load(values + where, mask=there, other=0.0)
+        value = tl.load(values + where, mask=there, other=0.0).to(q.dtype)
         total = total * decay + tl.sum(weights, 1)
+        if SCALED:
+            weights *= tl.load(value_scales + kv_head, mask=cols < length, other=0.0)[None, :]
         acc = tl.dot(weights.to(value.dtype), value, acc * decay[:, None], input_precision="ieee")
         m = m_new
     tl.store(out + token * H * D + places, (acc / total[:, None]).to(out.dtype.element_ty), mask=inside)
@@ -106,17 +112,20 @@ def cut(starts: list[int], sizes: list[int], tables: list[list[int]], group: int
     return [[block for table in tables for block in table + [0] * (longest - len(table))], *fields]
 
 
-def prompt_attention(
-    qkv: Float[Tensor, "n hggd"], keys: Float[Tensor, "b s g d"], values: Float[Tensor, "b s g d"], tiles: Tiles
-) -> Float[Tensor, "n h d"]:
-    """Causal attention of the queries in ``qkv`` to their sequences, up to their own positions, in the blocks."""
+def prompt_attention(qkv: Float[Tensor, "n hggd"], keys: Any, values: Any, tiles: Tiles) -> Float[Tensor, "n h d"]:
+    """Causal attention of the queries in ``qkv`` to their sequences, up to their own positions, in the blocks.
+
+    Keys and values are ``[n_blocks, block_size, G, D]``, tensors or ``Packed``.
+    """
+    (k, k_scales, largest), (v, v_scales, _) = pointers(keys), pointers(values)
     _, size, n_kv_heads, width = keys.shape
     n_heads = qkv.shape[1] // width - 2 * n_kv_heads
     group, out = n_heads // n_kv_heads, qkv.new_empty(len(qkv), n_heads, width)
     heads = heads_of(group)
     prompt_attention_kernel[(len(tiles.row), n_kv_heads)](
-        qkv, keys, values, *tiles, out, width**-0.5, n_heads, tiles.tables.shape[1], qkv.shape[1],
+        qkv, k, v, k_scales, v_scales, *tiles, out, width**-0.5, n_heads, tiles.tables.shape[1], qkv.shape[1],
         SIZE=size, GROUP=group, D=width, WIDTH=triton.next_power_of_2(width),
-        HEADS=heads, QUERIES=max(1, ROWS // heads), COLS=COLS, num_warps=8 if ROWS == 128 else 4,
+        HEADS=heads, QUERIES=max(1, ROWS // heads), COLS=COLS, SCALED=largest > 0,
+        num_warps=8 if ROWS == 128 else 4,
     )  # fmt: skip
     return out

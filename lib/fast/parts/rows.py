@@ -6,10 +6,13 @@ For a single row, the norm before a product, the gate behind it and the residual
 kernel. For more rows PyTorch's products are faster.
 """
 
+from typing import Any
+
 import torch
 from jaxtyping import Complex, Float, Int
 from torch import Tensor
 
+from lib.fast.parts.packed import pointers
 from lib.given.kernels.mode import tl, triton
 
 LONG_ROW = 4096  # terms from which a program reads longer pieces of fewer rows
@@ -129,10 +132,12 @@ def gate(x: Float[Tensor, "n 2f"]) -> Float[Tensor, "n f"]:
 
 @triton.jit
 def rotate_and_store_kernel(
-    qkv, rope, positions, slots, keys, values, H, G, D: tl.constexpr, PAIRS: tl.constexpr
+    qkv, rope, positions, slots, keys, values, key_scales, value_scales, H, G,
+    D: tl.constexpr, PAIRS: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
     """Rotate one head of one token in place, and copy it into its slot if it is a key or a value.
 
+    If LARGEST is not 0, the copy is in 8 bits, a multiple of its scale: integers up to 127, or float8 up to 448.
     The grid is (tokens, H + 2 G).
     """
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -149,17 +154,28 @@ def rotate_and_store_kernel(
         tl.store(at + 1, odd, mask=inside)
     slot = tl.load(slots + token)
     if (head >= H) & (slot >= 0):
-        pool, first = keys, head - H
+        pool, scales, first = keys, key_scales, head - H
         if head >= H + G:
-            pool, first = values, head - H - G
+            pool, scales, first = values, value_scales, head - H - G
         to = pool + (slot * G + first) * D + 2 * pairs
-        tl.store(to, even, mask=inside)
-        tl.store(to + 1, odd, mask=inside)
+        if LARGEST:
+            x, y = even.to(tl.float32), odd.to(tl.float32)
+            most = tl.maximum(tl.max(tl.abs(x), 0), tl.max(tl.abs(y), 0))
+            scale = tl.where(most == 0.0, 1.0, most / LARGEST)
+            tl.store(scales + slot * G + first, scale)
+            x, y = x / scale, y / scale
+            if LARGEST == 127:
+                x, y = tl.floor(x + 0.5), tl.floor(y + 0.5)
+            tl.store(to, x.to(pool.dtype.element_ty), mask=inside)
+            tl.store(to + 1, y.to(pool.dtype.element_ty), mask=inside)
+        else:
+            tl.store(to, even, mask=inside)
+            tl.store(to + 1, odd, mask=inside)
 
 
 def rotate_and_store(
     qkv: Float[Tensor, "n hggd"], rope: Complex[Tensor, "t half_d"], positions: Int[Tensor, " n"],
-    slots: Int[Tensor, " n"], keys: Float[Tensor, "b s g d"], values: Float[Tensor, "b s g d"],
+    slots: Int[Tensor, " n"], keys: Any, values: Any,
 ) -> None:  # fmt: skip
     """Rotate queries and keys in place, and write keys and values into a layer's blocks.
 
@@ -168,14 +184,15 @@ def rotate_and_store(
         rope: Chapter 2's table, complex64.
         positions: Each token's position.
         slots: Each token's slot, ``block * block_size`` plus the place in the block; a negative one is not written.
-        keys: ``[n_blocks, block_size, G, D]``.
+        keys: ``[n_blocks, block_size, G, D]``, a tensor or a ``Packed``.
         values: The same.
     """
     n_kv_heads, width = keys.shape[2:]
+    (k, k_scales, largest), (v, v_scales, _) = pointers(keys), pointers(values)
     n_heads = qkv.shape[1] // width - 2 * n_kv_heads
     rotate_and_store_kernel[(len(qkv), n_heads + 2 * n_kv_heads)](
-        qkv, torch.view_as_real(rope), positions, slots, keys, values, n_heads, n_kv_heads,
-        D=width, PAIRS=triton.next_power_of_2(max(1, width // 2)), num_warps=1,
+        qkv, torch.view_as_real(rope), positions, slots, k, v, k_scales, v_scales, n_heads, n_kv_heads,
+        D=width, PAIRS=triton.next_power_of_2(max(1, width // 2)), LARGEST=largest, num_warps=1,
     )  # fmt: skip
 
 

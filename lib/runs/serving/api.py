@@ -55,6 +55,7 @@ class Service:
         template: Writes the prompt of a chat; None if the model has none.
         key: The key that clients must present; None if anybody may ask.
         path: Which way the engine's steps take, in words for the server's log.
+        notes: Further lines for the log.
         is_leaving: Whether the server was asked to end, and refuses new requests.
         n_open: Number of requests for completions in progress.
         created: When the server began, in seconds since 1970.
@@ -70,6 +71,7 @@ class Service:
     key: str | None = None
     aliases: tuple[str, ...] = ()
     path: str = ""
+    notes: tuple[str, ...] = ()
     is_leaving: bool = False
     n_open: int = 0
     created: int = field(default_factory=lambda: int(time.time()))

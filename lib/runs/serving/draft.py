@@ -1,12 +1,11 @@
-"""Drafts from the text itself: what followed the last few tokens when they occurred before, checked in one step.
+"""Drafted tokens, by the text itself or by a small model, are checked in one step of the large one.
 
 Chapter 21's ``speculative_step`` decides which drafted tokens stay, so the text keeps the model's own distribution, and
-a greedy text stays the same. Where a text repeats itself, a step of the same cost gives several tokens.
+a greedy text stays the same. Where the drafts are right, a step of the same cost gives several tokens.
 """
 
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Float
@@ -15,52 +14,13 @@ from torch import Tensor
 from lib.fast.decode import MOST_SEQUENCES
 from lib.fast.parts.sample import NOT_FINITE, sample_rows, score_rows
 from lib.given.models.serving import Chunk, Progress, Request
+from lib.runs.serving.drafters import Draft, Drafter, PromptDrafter, probabilities, shorten
 from lib.runs.serving.prefix import PrefixEngine, fault_of
 from lib.runs.serving.wanted import drawn, form_of, n_top_of
 from lib.serving import speculative_step
 
-SIZES = (3, 2)  # of the last few tokens, the longer first
 MOST_ROWS = 64
 """Tokens of a step with drafts at most: drafts pay while the step's time goes into reading the weights."""
-
-
-class Lookup:
-    """Where each short run of tokens of one text occurred last."""
-
-    def __init__(self) -> None:
-        self.n_read, self.ends = 0, dict[tuple[int, ...], int]()
-
-    def guess(self, tokens: list[int], n: int) -> list[int]:
-        """Up to n tokens that may come next; none if the last few are new to the text."""
-        for end in range(self.n_read, len(tokens)):
-            for size in SIZES:
-                if end >= size:
-                    self.ends[tuple(tokens[end - size : end])] = end
-        self.n_read = len(tokens)
-        found = (self.ends.get(tuple(tokens[-size:])) for size in SIZES)
-        at = next((end for end in found if end is not None), None)
-        if at is None:
-            return []
-        guess = list[int]()
-        for i in range(at, at + n):  # a text whose period is short goes on in the guess itself
-            guess.append(tokens[i] if i < len(tokens) else guess[i - len(tokens)])
-        return guess
-
-
-def probabilities(logits: Float[Tensor, "n v"], request: Request) -> Float[Tensor, "n v"]:
-    """The distributions that a request's tokens are drawn from; one-hot at temperature 0."""
-    if request.temperature == 0:
-        return torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).float()
-    ordered, tokens = (logits.float() / request.temperature).sort(dim=-1, descending=True)
-    found = ordered.softmax(-1)
-    if request.top_k is not None:
-        found[:, request.top_k :] = 0.0
-        found /= found.sum(-1, keepdim=True)
-    if request.top_p is not None:
-        before = found.cumsum(-1) - found
-        found[:, 1:][before[:, 1:] >= request.top_p] = 0.0
-        found /= found.sum(-1, keepdim=True)
-    return torch.zeros_like(found).scatter(-1, tokens, found)
 
 
 class DraftEngine(PrefixEngine):
@@ -70,6 +30,7 @@ class DraftEngine(PrefixEngine):
         model, scheduler: As for ``Engine``.
         n_drafted: Tokens that are drafted for each request in a step at most.
         on_drafted: Called with the numbers of drafted tokens and of those that were kept.
+        drafter: Who drafts; by default the text itself.
         more: As for ``PrefixEngine``.
 
     Drafted tokens are a request's pending tokens until the step has decided: the scheduler counts their blocks, and
@@ -77,10 +38,11 @@ class DraftEngine(PrefixEngine):
     """
 
     def __init__(self, model: Any, scheduler: Any, n_drafted: int = 7,
-                 on_drafted: Callable[[int, int], None] = lambda n, n_kept: None, **more: Any):  # fmt: skip
+                 on_drafted: Callable[[int, int], None] = lambda n, n_kept: None, drafter: Drafter | None = None,
+                 **more: Any):  # fmt: skip
         super().__init__(model, scheduler, **more)
-        self.n_drafted, self.on_drafted = n_drafted, on_drafted
-        self.lookups: WeakKeyDictionary[Progress, Lookup] = WeakKeyDictionary()
+        self.n_drafted, self.on_drafted, self.drafter = n_drafted, on_drafted, drafter or PromptDrafter()
+        self.drafts = dict[Progress, Draft]()
 
     @torch.no_grad()
     def step(self) -> list[tuple[Request, Any]]:
@@ -120,17 +82,20 @@ class DraftEngine(PrefixEngine):
             min(MOST_ROWS, MOST_SEQUENCES, scheduler.max_tokens) - len(running),
             scheduler.n_free - len(running),
         )
+        wanted = dict[Progress, int]()
         self.drafted = {}
         for progress, n_blocks in running.items():
             request, n_new = progress.request, len(progress.tokens) - len(progress.request.tokens)
             n = min(self.n_drafted, request.max_new_tokens - n_new - 1, room)
+            if progress.n_pending != 1 or n < 1 or form_of(request) is not None:
+                continue
             n_more = scheduler.blocks_for(progress.n_cached + 1 + n) - n_blocks
-            if progress.n_pending == 1 and n > 0 and n_more <= free and form_of(request) is None:
-                guess = self.lookups.setdefault(progress, Lookup()).guess(progress.tokens, n)
-                if guess:
-                    progress.tokens += guess
-                    self.drafted[progress] = len(guess)
-                    room, free = room - len(guess), free - n_more
+            if n_more <= free and (n := self.drafter.most(progress, n)):
+                wanted[progress], room, free = n, room - n, free - n_more
+        self.drafts = self.drafter.draft(wanted)
+        for progress, draft in self.drafts.items():
+            progress.tokens += draft.tokens
+            self.drafted[progress] = len(draft.tokens)
 
     def _undraft(self, room: dict[Progress, int]) -> None:
         """Take back the drafts for which the step has no room."""
@@ -145,9 +110,10 @@ class DraftEngine(PrefixEngine):
         """The tokens that a request's draft leads to: those kept, and one of the model's own."""
         request, n = chunk.progress.request, self.drafted[chunk.progress]
         drafted = torch.tensor(chunk.progress.tokens[-n:], device=logits.device)
-        certain = torch.nn.functional.one_hot(drafted, logits.shape[-1]).float()
+        rows, width = self.drafts[chunk.progress].rows, logits.shape[-1]
+        rows = torch.nn.functional.one_hot(drafted, width).float() if rows is None else fitted(rows[:n], width)
         generator = chunk.progress.random(logits.device)
-        kept = speculative_step(probabilities(logits, request), certain, drafted, generator).tolist()
+        kept = speculative_step(probabilities(logits, request), rows, drafted, generator).tolist()
         self.on_drafted(n, len(kept) - 1)
         return kept[: kept.index(request.eos_id) + 1] if request.eos_id in kept else kept
 
@@ -169,18 +135,23 @@ class DraftEngine(PrefixEngine):
         progress, n_drafted = chunk.progress, self.drafted.get(chunk.progress, 0)
         n_tokens = chunk.n_tokens - n_drafted + len(kept) - 1
         if n_drafted:
-            sequence, end = self.sequences[progress], progress.n_cached + n_tokens
-            n_blocks, table = self.scheduler.blocks_for(end), self.cache.tables[sequence]
+            end = progress.n_cached + n_tokens
             del progress.tokens[end:]
-            self.cache.lengths[sequence] = [end] * len(self.cache.keys)
-            for block in table[n_blocks:]:
-                self.cache.allocator.free(block)
-            del table[n_blocks:]
-            self._known = [(-1, 0)] * MOST_SEQUENCES
+            shorten(self, self.sequences[progress], end)
             if progress in self.scheduler.running:
-                self.scheduler.running[progress] = n_blocks
+                self.scheduler.running[progress] = self.scheduler.blocks_for(end)
         self.scheduler.advance(Chunk(progress, n_tokens), kept[-1])
+
+    def release(self) -> None:
+        """As ``PrefixEngine.release``, for the drafter's cache, too."""
+        super().release()
+        self.drafter.release()
 
     def _remember(self, progress: Progress) -> None:
         if progress not in self.drafted:  # a draft is no text yet
             super()._remember(progress)
+
+
+def fitted(rows: Float[Tensor, "k u"], width: int) -> Float[Tensor, "k v"]:
+    """Distributions over the V tokens of the target; those beyond the draft's own U have probability 0."""
+    return torch.nn.functional.pad(rows, (0, max(0, width - rows.shape[1])))

@@ -11,7 +11,10 @@ from lib.runs.flags import UsageError
 from lib.runs.memory import block_bytes, check_need, shortage, state_bytes
 from lib.runs.serving import models
 from lib.runs.serving.draft import DraftEngine
+from lib.runs.serving.drafters import ModelDrafter
 from lib.runs.serving.forms import Forms
+from lib.runs.serving.packed import measure_cost, position_bytes
+from lib.runs.serving.pairs import PROMPT, check_layers, load_models
 from lib.runs.serving.prefix import PrefixEngine
 from lib.runs.serving.process import Ready
 from lib.runs.serving.settings import one_line
@@ -49,24 +52,24 @@ def build(options: Any, counts: Counter[str]) -> tuple[Any, Ready]:
     """
     device = _device(options)
     dtype = DTYPES[options.dtype or ("bf16" if device.type == "cuda" else "float32")]
-    check_need(
-        models.weight_bytes(options.model), torch.device("cpu"), f"--model {options.model}: weights", ["--model"]
-    )
-    served = models.load(options.model, options.name, options.tokenizer, dtype, device)
+    served, drafting = load_models(options, dtype, device)
     config: Any = served.model.config
-    n_blocks = options.blocks or count_blocks(config, options.block_size, dtype, device)
+    per_position = position_bytes(config, dtype, options.cache_dtype)
+    each = options.block_size * per_position
+    each += block_bytes(drafting.config, options.block_size, dtype) if drafting else 0
+    n_blocks = options.blocks or count_blocks(config, options.block_size, dtype, device, each)
     what = f"a cache of {n_blocks} blocks of {options.block_size} positions"
-    check_need(n_blocks * block_bytes(config, options.block_size, dtype), device, what, CACHE_FLAGS)
+    check_need(n_blocks * each, device, what, CACHE_FLAGS)
     scheduler = Scheduler(options.max_tokens, n_blocks, options.block_size)
     try:
-        engine = make_engine(served.model, scheduler, counts, options)
+        engine = make_engine(served.model, scheduler, counts, options, drafting)
     except (MemoryError, RuntimeError) as error:
         why = shortage(error, CACHE_FLAGS, device) or one_line([str(error)])
         raise UsageError(f"{what} cannot be allocated: {why}") from None
     warm_up(engine)
     ready = Ready(
         served.name, served.tokenizer, served.template, config.vocab_size, config.context_len, n_blocks,
-        describe_path(engine),
+        describe_path(engine), describe_draft(options) + describe_cache(served, options, dtype), per_position,
     )  # fmt: skip
     return engine, ready
 
@@ -83,8 +86,8 @@ def _device(options: Any) -> torch.device:
     return device
 
 
-def count_blocks(config: Any, block_size: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Number of blocks of the cache.
+def count_blocks(config: Any, block_size: int, dtype: torch.dtype, device: torch.device, each: int) -> int:
+    """Number of blocks of the cache, of so many bytes each.
 
     On a GPU they fill 0.9 of the free memory, less 0.1 of the total, which activations need, and less the states of 64
     sequences. Elsewhere they hold 64 full contexts.
@@ -94,7 +97,7 @@ def count_blocks(config: Any, block_size: int, dtype: torch.dtype, device: torch
         return whole_contexts
     free, total = torch.cuda.mem_get_info(device)
     room = 0.9 * free - 0.1 * total - CONTEXTS * state_bytes(config, dtype)
-    n_blocks = int(room // block_bytes(config, block_size, dtype))
+    n_blocks = int(room // each)
     if n_blocks < 1:
         raise UsageError(
             f"no memory is left for the cache: {free / 1e9:.1f} GB are free; expected a larger GPU, or a smaller model"
@@ -102,16 +105,16 @@ def count_blocks(config: Any, block_size: int, dtype: torch.dtype, device: torch
     return n_blocks
 
 
-def make_engine(model: Any, scheduler: Any, counts: Counter[str], options: Any) -> Any:
-    """The engine that the flags ask for."""
-    more = {"on_found": partial(_add, counts, "found_tokens"), "on_forked": partial(_add, counts, "forked_tokens")}
-    if options.draft and "linear_attention" in getattr(model.config, "layer_types", ()):
-        raise UsageError(
-            f"--draft {options.draft}: --model {options.model} has linear layers, whose state cannot take back a "
-            "drafted token; expected no --draft"
-        )
+def make_engine(model: Any, scheduler: Any, counts: Counter[str], options: Any, draft: Any = None) -> Any:
+    """The engine that the flags ask for; ``draft`` is the model that drafts, if one does."""
+    more: dict[str, Any] = {
+        "on_found": partial(_add, counts, "found_tokens"), "on_forked": partial(_add, counts, "forked_tokens"),
+        "cache_format": options.cache_dtype,
+    }  # fmt: skip
     if options.draft:
-        return DraftEngine(model, scheduler, options.drafted, partial(_add_drafts, counts), **more)
+        check_layers(model.config, options, options.model)
+        drafter = ModelDrafter(draft, scheduler, model.config.vocab_size) if draft else None
+        return DraftEngine(model, scheduler, options.drafted, partial(_add_drafts, counts), drafter, **more)
     return PrefixEngine(model, scheduler, **more)
 
 
@@ -128,8 +131,36 @@ def warm_up(engine: Any) -> None:
     """Record an engine's CUDA graphs, with a progress bar. An engine without them needs nothing."""
     from tqdm import tqdm
 
+    def show(sizes: list[int]) -> Any:
+        return tqdm(sizes, desc="recording CUDA graphs", unit="size", leave=False)
+
     if engine.steps is not None:
-        engine.steps.warm_up(lambda sizes: tqdm(sizes, desc="recording CUDA graphs", unit="size", leave=False))
+        engine.steps.warm_up(show)
+    if isinstance(engine, DraftEngine):
+        engine.drafter.warm_up(show)
+
+
+def describe_draft(options: Any) -> tuple[str, ...]:
+    """What drafts, if anything does, a line for the log."""
+    if not options.draft:
+        return ()
+    who = "the text itself" if options.draft == PROMPT else options.draft
+    return (f"{who} drafts up to {options.drafted} tokens of a request in a step",)
+
+
+def describe_cache(served: models.Served, options: Any, dtype: torch.dtype) -> tuple[str, ...]:
+    """What a position of the cache takes; of one in 8 bits also what it costs, measured on a text."""
+    config, wide = served.model.config, str(dtype).removeprefix("torch.")
+    wide_bytes = position_bytes(config, dtype, None)
+    if options.cache_dtype is None:
+        return (f"a position of the cache takes {wide_bytes:,} bytes, in {wide}",)
+    n_bytes = position_bytes(config, dtype, options.cache_dtype)
+    cost = measure_cost(served.model, served.tokenizer, options.cache_dtype)
+    return (
+        f"a position of the cache takes {n_bytes:,} bytes, in {options.cache_dtype}; in {wide} it would take "
+        f"{wide_bytes:,}",
+        str(cost),
+    )
 
 
 def describe_path(engine: Any) -> tuple[str, str]:

@@ -32,6 +32,7 @@ class Metrics:
             "blocks_free", "Blocks of the cache that no request holds; the prefix tree may remember them"
         )
         self._gauge("blocks", "Blocks of the cache").set(n_blocks)
+        self.position_bytes = self._gauge("cache_position_bytes", "Bytes of the cache that a position takes")
         self.prompt_tokens = self._counter("prompt_tokens", "Tokens of accepted prompts")
         self.found_tokens = self._counter(
             "prefix_tokens_found", "Tokens whose keys and values the prefix tree had, instead of computed"

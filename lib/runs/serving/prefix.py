@@ -5,6 +5,7 @@ and their beginnings are computed once.
 import heapq
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from lib.fast.serving import InFlight, to_host
 from lib.given.models.serving import Chunk, Progress, Request
 from lib.llama import sample_next
 from lib.runs.serving.forms import Form, masked
+from lib.runs.serving.packed import PackedCache, packed_attention
 from lib.runs.serving.wanted import drawn, first_of, form_of, n_top_of
 from lib.serving import Engine, PrefixTree, Scheduler
 
@@ -35,13 +37,16 @@ class PrefixEngine(Engine):
         model, scheduler: As for ``Engine``.
         on_found: Called with the number of tokens that a request found in the tree.
         on_forked: Called with the number of tokens that a fork shares with the first request of its prompt.
+        cache_format: "int8" or "float8", in which keys and values are kept; None: in the model's dtype.
 
     Attributes:
         held: For each first request the others, until its prompt is computed.
     """
 
     def __init__(self, model: nn.Module, scheduler: Scheduler, on_found: Callable[[int], None] = lambda n: None,
-                 on_forked: Callable[[int], None] = lambda n: None):  # fmt: skip
+                 on_forked: Callable[[int], None] = lambda n: None, cache_format: str | None = None):  # fmt: skip
+        if cache_format:
+            self.own_cache = partial(PackedCache, cache_format), packed_attention
         super().__init__(model, scheduler)
         self.tree, self.on_found, self.on_forked = PrefixTree(scheduler.block_size), on_found, on_forked
         self.held: dict[Request, list[Request]] = {}

@@ -33,6 +33,8 @@ class Ready:
         vocab_size, context_len: Of the model.
         n_blocks: Blocks of the cache.
         path: Which way the engine's steps take through the model: a word, and a sentence.
+        notes: What else to say at the start, a line each.
+        position_bytes: Bytes of the cache that a position takes.
     """
 
     name: str
@@ -42,6 +44,8 @@ class Ready:
     context_len: int
     n_blocks: int
     path: tuple[str, str]
+    notes: tuple[str, ...] = ()
+    position_bytes: int = 0
 
 
 def start(main: Main, *args: Any) -> tuple[BaseProcess, Connection, Ready]:

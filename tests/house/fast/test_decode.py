@@ -1,5 +1,6 @@
 """The fast way of a Llama through the serving engine: its kernels, its step, and the same tokens as the plain way."""
 
+import copy
 import math
 
 import pytest
@@ -14,10 +15,11 @@ from lib.fast.parts.rows import add_norm, embed, gate, merge, one_row, rotate_an
 from lib.fast.parts.sample import NOT_FINITE, sample_rows
 from lib.given.kernels.mode import HAS_TRITON, INTERPRETED, NO_TRITON
 from lib.given.models.llama import LlamaConfig
-from lib.given.models.serving import Progress, Request
+from lib.given.models.serving import Chunk, Progress, Request
 from lib.llama import Llama, RMSNorm, sample_next
 from lib.rope import apply_rope, precompute_rope
-from lib.runs.serving.draft import DraftEngine, Lookup
+from lib.runs.serving.draft import DraftEngine
+from lib.runs.serving.drafters import Lookup, ModelDrafter
 from lib.runs.serving.forms import Form
 from lib.runs.serving.prefix import PrefixEngine
 from lib.runs.serving.wanted import Wanted
@@ -313,6 +315,48 @@ def test_drafts_on_the_fast_way(fast, model, monkeypatch, n_blocks):
     engine = DraftEngine(model, Scheduler(16, n_blocks, 4), n_drafted=3, on_drafted=lambda *n: counts.append(n))
     assert served(engine, [Request(prompt, 9) for prompt in prompts]) == expected
     assert sum(n for n, _ in counts) > sum(kept for _, kept in counts) > 0
+
+
+def test_a_model_drafts_on_the_fast_way(fast, model):
+    """Its steps take the fast way, too; what the target did not keep leaves its cache."""
+    prompts, counts, scheduler = [[3, 1, 4, 3, 1], [2, 7]], [], Scheduler(16, 16, 4)
+    expected = plainly(model, [Request(prompt, 6) for prompt in prompts], Scheduler(16, 16, 4))
+    small = copy.deepcopy(model)
+    with torch.no_grad():
+        small.output.weight += 0.3 * normal(23, 32, device=small.output.weight.device)
+    drafter = ModelDrafter(small, scheduler, 23)
+    assert drafter.steps is not None
+    engine = DraftEngine(model, scheduler, 2, lambda *n: counts.append(n), drafter)
+    assert served(engine, [Request(prompt, 6) for prompt in prompts]) == expected
+    assert sum(n for n, _ in counts) > sum(kept for _, kept in counts) > 0
+    assert drafter.cache.allocator.n_free == 16
+
+
+@pytest.mark.time_limit(120)
+def test_a_cache_in_8_bits_on_the_fast_way(fast, model):
+    """A prompt, its second part, and a token that decodes: the logits of the plain way, and the same numbers stored."""
+    check_8_bits(model, "int8")
+    if model.output.weight.is_cuda:  # the interpreter rounds some numbers to half of the float8 next to them
+        check_8_bits(model, "float8")
+
+
+def check_8_bits(model, kind):
+    engines, found = [PrefixEngine(model, Scheduler(16, 8, 4), cache_format=kind) for _ in range(2)], []
+    assert engines[0].steps is not None
+    engines[1].steps = None
+    for engine in engines:
+        progress = Progress(Request([3, 1, 4, 1, 5, 9, 2, 6], 4))
+        engine.scheduler.running[progress] = 3
+        for n in (5, 2, 1):
+            found.append(engine._logits([Chunk(progress, n)])[0])
+            progress.n_cached += n
+    for ours, theirs in zip(found[:3], found[3:], strict=True):
+        close(ours, theirs, atol=1e-3)
+    ours, theirs = (engine.cache for engine in engines)
+    for a, b in ((ours.keys, theirs.keys), (ours.values, theirs.values)):
+        change = (a.numbers.float() - b.numbers.float()).abs()
+        assert change.max() <= (1 if kind == "int8" else 32)  # half-way between two: either
+        close(a.scales, b.scales)
 
 
 def test_weights_side_by_side_are_the_model_s_own(fast, model):

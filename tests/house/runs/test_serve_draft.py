@@ -1,5 +1,7 @@
 """Drafts from the text: the same greedy text, the same distribution, fewer steps, and no block lost."""
 
+import copy
+import json
 import random
 from collections import Counter
 
@@ -10,8 +12,12 @@ from lib.given.models.llama import LlamaConfig
 from lib.given.models.serving import Progress, Request
 from lib.llama import Llama, sample_next
 from lib.runs import serve
-from lib.runs.serving.draft import DraftEngine, Lookup, probabilities
+from lib.runs.flags import UsageError
+from lib.runs.serving import models
+from lib.runs.serving.draft import DraftEngine
+from lib.runs.serving.drafters import Lookup, ModelDrafter, probabilities
 from lib.runs.serving.engine import build
+from lib.runs.serving.pairs import tokens_of
 from lib.runs.serving.prefix import PrefixEngine
 from lib.runs.serving.wanted import Wanted
 from lib.serving import Scheduler, generate_many
@@ -51,13 +57,25 @@ def test_probabilities_are_those_that_tokens_are_drawn_from(t, k, p):
     torch.testing.assert_close(probabilities(logits, request)[0], shares, atol=0.02, rtol=0)
 
 
-@pytest.mark.parametrize(("n_blocks", "max_tokens"), [(120, 64), (30, 16), (24, 7)])
-def test_a_greedy_text_is_the_same_in_fewer_steps(model, n_blocks, max_tokens):
+@pytest.fixture(scope="module")
+def small(model):
+    """A model that drafts: often right, because its weights are nearly the large one's."""
+    made = copy.deepcopy(model)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter += 0.03 * parameter.std() * torch.randn_like(parameter)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("drafts", "n_blocks", "max_tokens"), [("prompt", 120, 64), ("prompt", 24, 7), ("model", 60, 64), ("model", 24, 7)]
+)
+def test_a_greedy_text_is_the_same_in_fewer_steps(model, small, drafts, n_blocks, max_tokens):
     """Requests that come, leave and are preempted; the scheduler and the pool agree at every step."""
-    rng, counts = random.Random(n_blocks), []
-    engine = DraftEngine(
-        model, Scheduler(max_tokens, n_blocks, 4), n_drafted=5, on_drafted=lambda n, kept: counts.append((n, kept))
-    )
+    rng, counts, scheduler = random.Random(n_blocks), [], Scheduler(max_tokens, n_blocks, 4)
+    drafter = ModelDrafter(small, scheduler, 12) if drafts == "model" else None
+    engine = DraftEngine(model, scheduler, 5, lambda n, kept: counts.append((n, kept)), drafter)
     requests = [Request([rng.randrange(12) for _ in range(rng.randint(1, 20))], rng.randint(1, 60)) for _ in range(12)]
     found, waiting = {request: [] for request in requests}, list(requests)
     while waiting or engine.is_busy:
@@ -71,8 +89,29 @@ def test_a_greedy_text_is_the_same_in_fewer_steps(model, n_blocks, max_tokens):
     for request in requests:
         assert found[request] == [token for _, token in generate_many(model, [request], Scheduler(64, 60, 4))]
     assert engine.sequences == engine.acquired == engine.cache.tables == {}
+    if drafter:
+        assert drafter.sequences == drafter.followed == drafter.cache.tables == {}
+        assert drafter.cache.allocator.n_free == n_blocks
     n_drafted, n_kept = (sum(column) for column in zip(*counts, strict=True))
     assert n_drafted > n_kept > 0
+
+
+def test_a_model_that_drafts_for_itself_is_always_right(model):
+    """So each step gives all drafted tokens and one more; a pair that was kept is read in one pass."""
+    texts = []
+    for _ in range(2):  # with a seed, and nobody else in the step, a text repeats
+        counts, n_steps, scheduler = [], 0, Scheduler(64, 60, 4)
+        drafter = ModelDrafter(model, scheduler, 12)
+        engine = DraftEngine(model, scheduler, 3, lambda *n, to=counts: to.append(n), drafter)
+        engine.submit(Request([5, 1, 2], 21))
+        engine.submit(Request([7, 2], 21, 1.0, 3))
+        texts.append([])
+        while engine.is_busy:
+            texts[-1] += [token for _, token in engine.step()]
+            n_steps += 1
+        assert set(counts) == {(3, 3)}
+        assert n_steps == 1 + 20 // 4
+    assert texts[0] == texts[1]
 
 
 def test_a_step_gives_each_token_that_is_kept_and_one_more(model):
@@ -88,8 +127,12 @@ def test_a_step_gives_each_token_that_is_kept_and_one_more(model):
 
 def test_a_drawn_text_has_the_model_s_distribution(model):
     """The third new token of a prompt whose drafts are often wrong, over many seeds, with drafts and without."""
-    shares = []
-    for make in (DraftEngine, PrefixEngine):
+    shares, other = [], Llama(SMALL).double()
+
+    def with_a_model(model, scheduler):
+        return DraftEngine(model, scheduler, 2, drafter=ModelDrafter(other, scheduler, 12))
+
+    for make in (with_a_model, DraftEngine, PrefixEngine):
         engine, found = make(model, Scheduler(4096, 4000, 4)), []
         requests = [Request([1, 2, 3, 4, 1, 2, 3], 3, 1.5, seed, top_k=4) for seed in range(400)]
         ends = {}
@@ -101,14 +144,19 @@ def test_a_drawn_text_has_the_model_s_distribution(model):
                     ends.setdefault(request, []).append(token)
         found = torch.tensor([tokens[-1] for tokens in ends.values()])
         shares.append(torch.bincount(found, minlength=12) / 400)
-    torch.testing.assert_close(*shares, atol=0.12, rtol=0)  # three standard deviations of a difference
+    for share in shares[:2]:
+        torch.testing.assert_close(share, shares[2], atol=0.12, rtol=0)  # three standard deviations of a difference
 
 
-def test_scores_an_end_and_forks_with_drafts(model):
+def test_scores_an_end_and_forks_with_drafts(model, small):
     first = Wanted([1, 2, 3, 1, 2], 20, n_top=2)
     others = [Wanted(first.tokens, 20, n_top=2, first=first), Request([1, 2, 3, 1, 2], 20)]
     results = []
-    for make in (DraftEngine, PrefixEngine):
+
+    def with_a_model(model, scheduler):
+        return DraftEngine(model, scheduler, 4, drafter=ModelDrafter(small, scheduler, 12))
+
+    for make in (DraftEngine, PrefixEngine, with_a_model):
         engine = make(model, Scheduler(64, 60, 4))
         found = {request: [] for request in (first, *others)}
         for request in found:
@@ -117,11 +165,12 @@ def test_scores_an_end_and_forks_with_drafts(model):
             for request, token in engine.step():
                 found[request].append(token)
         results.append(list(found.values()))
-    for ours, theirs in zip(results[0][0] + results[0][1], results[1][0] + results[1][1], strict=True):
-        assert (ours.token, [t for t, _ in ours.top]) == (theirs.token, [t for t, _ in theirs.top])
-        assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-5)
+    for drafted in (results[0], results[2]):
+        for ours, theirs in zip(drafted[0] + drafted[1], results[1][0] + results[1][1], strict=True):
+            assert (ours.token, [t for t, _ in ours.top]) == (theirs.token, [t for t, _ in theirs.top])
+            assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-5)
     plain = results[0][2]
-    assert plain == results[1][2]
+    assert plain == results[1][2] == results[2][2]
     end = plain[8]
     engine = DraftEngine(model, Scheduler(64, 60, 4))
     engine.submit(Request([1, 2, 3, 1, 2], 20, eos_id=end))
@@ -143,3 +192,31 @@ def test_the_server_drafts_and_counts_what_it_kept():
         found += [token for _, token in engine.step()]
     assert found == [token for _, token in generate_many(engine.model, [request], Scheduler(64, 60, 4))]
     assert counts["drafted_tokens"] >= counts["kept_tokens"] > 0
+
+
+def test_the_server_drafts_with_a_model_of_the_same_tokens():
+    """The same greedy text, and every draft of the same model is kept."""
+    counts = Counter()
+    flags = ["--model", "tiny", "--draft", "tiny", "--drafted", "4", "--device", "cpu"]
+    engine, ready = build(serve.make_parser().parse_args(flags), counts)
+    request = Request(list(b"the rain, "), 12)
+    engine.submit(request)
+    found = []
+    while engine.is_busy:
+        found += [token for _, token in engine.step()]
+    assert found == [token for _, token in generate_many(engine.model, [request], Scheduler(64, 60, 4))]
+    assert counts["drafted_tokens"] == counts["kept_tokens"] > 0
+    assert "drafts up to 4 tokens" in "".join(ready.notes)
+
+
+def test_a_draft_of_other_tokens_is_refused_before_weights_are_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(models, "load", lambda *_: pytest.fail("weights were read"))
+    folder = tmp_path / "other"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    words = {"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": [{"id": 2, "content": "<end>"}]}
+    (folder / "tokenizer.json").write_text(json.dumps(words))
+    for name, said in ((folder, "its tokenizer is not that of --model tiny"), (tmp_path / "none", "no such folder")):
+        with pytest.raises(UsageError, match=said):
+            build(serve.make_parser().parse_args(["--model", "tiny", "--draft", str(name)]), Counter())
+    assert tokens_of(str(folder), None) == {"a": 0, "b": 1, "<end>": 2}
