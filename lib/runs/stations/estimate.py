@@ -30,7 +30,8 @@ def estimates(way: Way, size: str) -> list[str]:
     if (found := recorded().get(size)) is None:
         return of_small(way) if way.size.needs_gpu else ["this size has not been recorded yet"]
     seconds = sum(station["seconds"] for station in found["stations"].values())
-    return [f"recorded on {found['device']}: {seconds / 60:.0f} minutes"]
+    cards = f"{found['gpus']} x " if found["gpus"] > 1 else ""
+    return [f"recorded on {cards}{found['device']}: {seconds / 60:.0f} minutes"]
 
 
 def of_small(way: Way) -> list[str]:
