@@ -101,12 +101,13 @@ def energy(path: Path, seconds: float) -> dict[str, float | None]:
 
 def curve(seeds: list[list[float]], window: int) -> list[dict[str, float | None]]:
     """Means over windows of steps and over seeds, with Student's interval of 95 % over the seeds, None with one."""
-    points = []
-    for begin in range(0, min(map(len, seeds)), window):
-        means = [statistics.fmean(seed[begin : begin + window]) for seed in seeds]
+    points, length = [], min(map(len, seeds))
+    for begin in range(0, length, window):
+        end = min(begin + window, length)
+        means = [statistics.fmean(seed[begin:end]) for seed in seeds]
         mean, n = statistics.fmean(means), len(means)
         half = T_95[n] * statistics.stdev(means) / math.sqrt(n) if n > 1 else None
-        points.append({"step": min(begin + window, min(map(len, seeds))), "mean": mean,
+        points.append({"step": end, "mean": mean,
                        "low": None if half is None else mean - half,
                        "high": None if half is None else mean + half})  # fmt: skip
     return points
