@@ -137,9 +137,11 @@ class TuneTask(Task):
         """What the model holds and computes."""
         model, o = self.base.model, self.options
         n_states = 1 if o.optimizer == "sgd" else 2
-        found = held_bytes(model, n_states)
+        whole, n_ranks = held_bytes(model, n_states), (o.shard or 1) if o.shards else 1
+        found = {name: value // n_ranks for name, value in whole.items()}
         parts = ", ".join(f"{name} {shown(value)}" for name, value in found.items())
-        self.held = sum(found.values()), f"--model {o.model} --method {o.method} holds {parts}"
+        most = max(sum(found.values()), whole["weights"])  # a rank has all weights before it keeps its shard
+        self.held = most, f"--model {o.model} --method {o.method} holds {parts}"
         self.n_weights = sum(p.numel() for p in model.parameters())
         config = replace(self.config, context_len=length)
         flops = flops_per_token(config) if is_llama(model) else training_flops_per_token(config)
