@@ -2,7 +2,7 @@
 
 ``python -m lib.bench.whole way`` writes ``chapters/measurements/whole.json``, on the machine that made the folder way
 with ``python -m lib.runs.whole --out way``. A size that was recorded before stays, unless it is among the folders.
-Of the folder's path, the commands in the record keep the last name.
+Of that folder's path, and of those in the place of stations, the record keeps the last name.
 """
 
 import argparse
@@ -41,7 +41,11 @@ def read(way: Path) -> tuple[str, dict[str, Any]]:
     path = way / "report.json"
     if not path.is_file():
         raise SystemExit(f"{path} is not there: expected a folder in which lib.runs.whole has come to its end")
-    report = json.loads(path.read_text(encoding="utf-8").replace(f'"{way}', f'"{way.name}'))
+    text = path.read_text(encoding="utf-8")
+    own = [Path(found["own"]) for found in json.loads(text)["stations"].values() if found["own"]]
+    for folder in (way, *own):
+        text = text.replace(f'"{folder}', f'"{folder.name}')
+    report = json.loads(text)
     return report["size"], report | {"machine": machine()}
 
 

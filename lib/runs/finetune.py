@@ -40,7 +40,11 @@ def make_parser() -> Parser:
     )
     _add_tuning_flags(parser)
     ranks = parser.add_argument_group("ranks and computation")
-    ranks.add_argument("--strategy", choices=flags.STRATEGIES, help="single (the default), or ddp on several ranks")
+    ranks.add_argument(
+        "--strategy",
+        choices=flags.STRATEGIES,
+        help="single (the default); on several ranks ddp, or fsdp with --method full",
+    )
     ranks.add_argument("--engine", choices=("ours", "torch"), default="ours", help="the book's DDP, or PyTorch's")
     ranks.add_argument("--precision", choices=("float32", "tf32", "bf16"), default="float32",
                        help="of the matrix products; with adapters of the frozen weights too")  # fmt: skip

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from lib.workbook.grading import case, expect_close, expect_equal, expect_raises, expect_true, graded, oracle
+from lib.workbook.grading import case, expect_close, expect_equal, expect_raises, expect_true, graded, recorded
 from solutions.llama import LLAMA_2_7B, LLAMA_2_70B, Llama, LlamaConfig, count_parameters
 from solutions.low_precision import Int4Linear, pack_int4, unpack_int4
 from tests.inputs import randn
@@ -605,23 +605,40 @@ def test_LoRALinear_refuses_a_rank_below_1(r):
         ft.LoRALinear(nn.Linear(3, 2), r, 1)
 
 
-@oracle
-@pytest.mark.parametrize("use_rslora", [False, True])
-def test_LoRALinear_equals_pefts(use_rslora):
-    peft = pytest.importorskip("peft", reason="peft, with which adapters are compared")
-    layer, base = adapted(use_rslora=use_rslora)
-    case(f"peft's layer with the same A and B, use_rslora = {use_rslora}")
-    model = nn.Sequential(copy.deepcopy(base))
-    config = peft.LoraConfig(r=3, lora_alpha=12, target_modules=["0"], use_rslora=use_rslora, bias="none")
-    theirs = peft.get_peft_model(model, config).base_model.model[0]
+ADAPTERS = {"bias": (7, 5, 3, False), "rslora": (6, 20, 4, True), "wide": (33, 64, 16, False)}
+
+
+def theirs(base: nn.Linear, layer, x, cotangent, use_rslora: bool) -> torch.Tensor:
+    """What peft's layer with the same A and B returns, its gradients, and its merged weight, in a row."""
+    import peft
+
+    config = peft.LoraConfig(r=len(layer.lora_A), lora_alpha=12, target_modules=["0"], use_rslora=use_rslora)
+    found = peft.get_peft_model(nn.Sequential(copy.deepcopy(base)), config).base_model.model[0]
+    a, b = found.lora_A["default"].weight, found.lora_B["default"].weight
     with torch.no_grad():
-        theirs.lora_A["default"].weight.copy_(layer.lora_A)
-        theirs.lora_B["default"].weight.copy_(layer.lora_B)
-    x = randn(4, 5, seed=9)
-    expect_close(layer(x).detach(), theirs(x).detach(), read=LORA)
+        a.copy_(layer.lora_A)
+        b.copy_(layer.lora_B)
+    y = found(x)
+    y.backward(cotangent)
+    found.merge()
+    return torch.cat([part.detach().flatten() for part in (y, a.grad, b.grad, found.base_layer.weight)])
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_LoRALinear_equals_pefts(name):
+    n_out, n_in, r, use_rslora = ADAPTERS[name]
+    layer, base = adapted(n_out, n_in, r, bias=name == "bias", use_rslora=use_rslora)
+    x, cotangent = randn(4, n_in, seed=9), randn(4, n_out, seed=10)
+    case(f"peft's layer with the same A and B, r = {r}, use_rslora = {use_rslora}")
+    expected = recorded(f"lora_{name}", lambda: theirs(base, layer, x, cotangent, use_rslora), needs="peft")
+    y = layer(x)
+    y.backward(cotangent)
     layer.merge()
-    theirs.merge()
-    expect_close(base.weight.detach(), theirs.base_layer.weight.detach(), name="merged weight", read=LORA)
+    parts = {"the output": y, "the gradient of lora_A": layer.lora_A.grad, "the gradient of lora_B": layer.lora_B.grad,
+             "the merged weight": base.weight}  # fmt: skip
+    values = expected.split([part.numel() for part in parts.values()])
+    for (what, part), value in zip(parts.items(), values, strict=True):
+        expect_close(part.detach(), value.view_as(part), name=what, read=LORA)
 
 
 # ---- add_lora --------------------------------------------------------------------------------------------------------
@@ -976,23 +993,6 @@ def test_dpo_loss_refuses(label_smoothing):
     case(f"label_smoothing = {label_smoothing}")
     with expect_raises(ValueError, "label_smoothing", read=RAISES):
         ft.dpo_loss(*log_probs(), label_smoothing=label_smoothing)
-
-
-@oracle
-@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
-def test_dpo_loss_equals_trls(label_smoothing):
-    trl = pytest.importorskip("trl", reason="TRL, with which the loss is compared")
-    if not hasattr(trl.DPOTrainer, "dpo_loss"):
-        pytest.skip("this release of TRL computes the loss inside of its trainer")
-    settings = {"beta": 0.1, "label_smoothing": label_smoothing, "loss_type": "sigmoid", "reference_free": False}
-    trainer = type("Trainer", (), settings)()
-    trainer.accelerator, trainer.f_divergence_type = type("Where", (), {"device": "cpu"})(), "reverse_kl"
-    trainer.f_divergence_params = None
-    case(f"TRL's DPOTrainer.dpo_loss, label_smoothing = {label_smoothing}")
-    found = ft.dpo_loss(*log_probs(), 0.1, label_smoothing)
-    theirs = trl.DPOTrainer.dpo_loss(trainer, *log_probs(), loss_type="sigmoid", model_output={})
-    for name, a, b in zip(("losses", "chosen_rewards", "rejected_rewards"), found, theirs, strict=True):
-        expect_close(a, b, name=name, read=DPO)
 
 
 # ---- kl_penalty ------------------------------------------------------------------------------------------------------

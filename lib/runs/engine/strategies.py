@@ -315,6 +315,8 @@ class Sharded(Strategy):
         settings: dict = {"param_dtype": low, **self.mesh.along("shard")}
         if self.mesh.size["pipeline"] > 1:
             settings["units"] = units_of(loss)
+        elif loss.units is not None:
+            settings["units"] = loss.units
         if self.mesh.size["copies"] > 1:
             wrapped: FullySharded = HybridSharded(loss, copies=self.mesh.group("copies"), **settings)
         else:

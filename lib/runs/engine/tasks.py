@@ -357,6 +357,7 @@ class Loss(nn.Module):
     """
 
     is_first = is_last = True  # of the stages of a pipeline
+    units: list[nn.Module] | None = None  # that sharding gathers one after the other; None: the blocks
 
     def __init__(self, task: Task, device: torch.device):
         super().__init__()

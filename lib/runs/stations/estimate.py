@@ -30,7 +30,8 @@ def estimates(way: Way, size: str) -> list[str]:
     if (found := recorded().get(size)) is None:
         return of_small(way) if way.size.needs_gpu else ["this size has not been recorded yet"]
     seconds = sum(station["seconds"] for station in found["stations"].values())
-    return [f"recorded on {found['device']}: {seconds / 60:.0f} minutes"]
+    cards = f"{found['gpus']} x " if found["gpus"] > 1 else ""
+    return [f"recorded on {cards}{found['device']}: {seconds / 60:.0f} minutes"]
 
 
 def of_small(way: Way) -> list[str]:
@@ -43,7 +44,8 @@ def of_small(way: Way) -> list[str]:
     pretrain = n_steps * (batch * length / run["tokens_per_s"] / n_ranks + muon)
     tune = flag(size.tune, "--steps") * flag(size.tune, "--batch") * flag(size.tune, "--length")
     tune_s = tune / run["tokens_per_s"] / n_ranks
-    one = (step["sampling"]["median"] + step["training"]["median"]) * flag(size.reward, "--new-tokens") / 128
+    answers = flag(size.reward, "--prompts") * flag(size.reward, "--group") * flag(size.reward, "--new-tokens")
+    one = (step["sampling"]["median"] + step["training"]["median"]) * answers / step["tokens"]
     reward = flag(size.reward, "--steps") * one
     hours = (pretrain + tune_s + reward) / 3600
     price = next(gpu.dollars_per_hour for gpu in GPUS if gpu.name == "H100")
@@ -52,7 +54,7 @@ def of_small(way: Way) -> list[str]:
         f"pretrain: {n_steps * batch * length:,} tokens, {pretrain / 60:.0f} minutes on {cards} "
         "(chapter 22's tokens a second, chapter 25's Muon)",
         f"tune: {tune:,} positions, {tune_s / 60:.1f} minutes, if it were as fast; its attention is the plain one",
-        f"reward: {reward / 60:.0f} minutes on one GPU (chapter 29's step)",
+        f"reward: {reward / 60:.0f} minutes on one GPU if every answer were as long as it may be (chapter 29's step)",
         f"together {hours:.1f} hours, {hours * n_ranks * price:.2f} dollars at ${price} an hour for an H100; the "
         "corpus and the evaluations come on top",
         f"memory: {shown(n_weights() * STATE_BYTES)} of weights, gradients and optimizer on each GPU; the first step "

@@ -237,7 +237,8 @@ def _device(layer: nn.Module) -> torch.device:
     return next(tensor.device for tensor in [*layer.parameters(), *layer.buffers()])
 
 
-def write_tuned(folder: Path, base: Base, dtype: torch.dtype, how: dict[str, Any]) -> None:
+def write_tuned(folder: Path, base: Base, dtype: torch.dtype, how: dict[str, Any],
+                whole: dict[str, Tensor] | None = None) -> None:  # fmt: skip
     """Write the merged model as Transformers and ``lib.runs.serve`` load it, and the adapters, if there are any.
 
     Args:
@@ -245,8 +246,11 @@ def write_tuned(folder: Path, base: Base, dtype: torch.dtype, how: dict[str, Any
         base: The model in training.
         dtype: Of the weights that are written.
         how: Settings of the run, which ``adapter.safetensors`` holds as its metadata.
+        whole: The weights, if ranks have divided the model; None: the model has them.
     """
-    model, weights = base.model, merged(base.model, dtype)
+    model, weights = base.model, merged(base.model, dtype) if whole is None else whole
+    if whole is not None and base.is_tied and is_llama(model):
+        weights = {"output.weight": whole["tok_embeddings.weight"], **whole}
     make = export.llama_for_transformers if is_llama(model) else export.gpt2_for_transformers
     tensors, settings = make(weights, model.config)
     if base.settings is not None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lib.finetuning import dpo_loss, packed_mask
 from lib.given.models.hidden import hidden_states, is_llama, output_weight
+from lib.given.parallel.sharding import blocks_of
 from lib.rewards import token_log_probs
 from lib.runs.engine import state as checkpoints
 from lib.runs.engine.log import memory_peak_bytes
@@ -108,11 +109,12 @@ class TuneTask(Task):
 
     @classmethod
     def sizes(cls, options):
-        if options.uses(*(kind for kind in KINDS if kind != "replicate")):
-            raise UsageError(
-                f"{options.how}: fine-tuning runs in one process or in copies only, because its loss reads the hidden "
-                "states past the layers that a strategy would divide; expected single or ddp"
-            )
+        if options.uses(*(kind for kind in KINDS if kind not in ("replicate", "shard"))):
+            raise UsageError(f"{options.how}: fine-tuning calls a block's layers one by one, past what this divides; "
+                             "expected single, ddp or fsdp")  # fmt: skip
+        if options.uses("shard") and (options.trains != "full" or not options.ours):
+            raise UsageError(f"{options.how}: adapters are small, and PyTorch's engine gathers whole blocks, which "
+                             "this loss does not call; expected --method full and --engine ours")  # fmt: skip
         return {}
 
     def _choose_trained(self) -> None:
@@ -135,9 +137,11 @@ class TuneTask(Task):
         """What the model holds and computes."""
         model, o = self.base.model, self.options
         n_states = 1 if o.optimizer == "sgd" else 2
-        found = held_bytes(model, n_states)
+        whole, n_ranks = held_bytes(model, n_states), (o.shard or 1) if o.shards else 1
+        found = {name: value // n_ranks for name, value in whole.items()}
         parts = ", ".join(f"{name} {shown(value)}" for name, value in found.items())
-        self.held = sum(found.values()), f"--model {o.model} --method {o.method} holds {parts}"
+        most = max(sum(found.values()), whole["weights"])  # a rank has all weights before it keeps its shard
+        self.held = most, f"--model {o.model} --method {o.method} holds {parts}"
         self.n_weights = sum(p.numel() for p in model.parameters())
         config = replace(self.config, context_len=length)
         flops = flops_per_token(config) if is_llama(model) else training_flops_per_token(config)
@@ -192,6 +196,9 @@ class TunedLoss(Loss):
         self.reference: Tensor | None = None
         if task.options.is_dpo:
             self.reference = self._answers_before()
+        if task.options.shards:  # `hidden_states` calls the layers of a block, never the block
+            self.units = [part for block in blocks_of(self.model) for part in block.modules() if not [*part.children()]]
+            self.units = [part for part in self.units if [*part.parameters()]]
 
     def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
         """The scaled loss of a micro-batch ``[B, 3, T]``; in evaluation mode all scores."""
@@ -241,7 +248,7 @@ class TunedLoss(Loss):
     def rows_at_once(self) -> int:
         """Rows of a micro-batch."""
         o = self.task.options
-        return o.batch // (o.accumulate * (o.replicate or 1))
+        return o.batch // (o.accumulate * (o.replicate or 1) * (o.shard or 1))
 
 
 class TuneRun(Run):
@@ -294,11 +301,15 @@ class TuneRun(Run):
         return is_done
 
     def export(self, folder):
+        is_divided = self.strategy.is_divided
+        whole = checkpoints.gather_model(self.strategy, self.device) if is_divided else None
         if self.world.rank:
             return
         dtype = torch.float32 if self.options.trains == "full" else self.task.dtype
-        write_tuned(folder, self.task.base, dtype, self.task.how)
+        write_tuned(folder, self.task.base, dtype, self.task.how, whole)
         place = (self.options.checkpoint or folder) / BEST
         if self.best and checkpoints.newest(place):
-            self.strategy.model.load_state_dict(checkpoints.read_model(place))
-            write_tuned(folder / BEST, self.task.base, dtype, self.task.how)
+            best = checkpoints.read_model(place)
+            if not is_divided:
+                self.strategy.model.load_state_dict(best)
+            write_tuned(folder / BEST, self.task.base, dtype, self.task.how, best if is_divided else None)

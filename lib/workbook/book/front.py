@@ -62,6 +62,34 @@ def ending() -> Numbers:
     )
 
 
+def way() -> Numbers:
+    """The largest recorded run of the whole way, in three numbers."""
+    results = load("whole")["results"]
+    size = "small" if "small" in results else "tiny"
+    found = results[size]
+    stations, cards = found["stations"].values(), f"{found['gpus']} x " if found["gpus"] > 1 else ""
+    begin = "a corpus" if found["stations"]["corpus"]["own"] else "an empty folder"
+    known = [key for key in ("kwh", "dollars") if all(s[key] is not None for s in stations if s["seconds"] > 1)]
+    forms = {"kwh": "{:.2f} kWh", "dollars": "{:.2f} dollars"}
+    spent = [forms[key].format(sum(s[key] or 0 for s in stations)) for key in known]
+    before, after = (found["stations"][name]["tasks"][found["task"]] for name in ("tune", "reward"))
+    judged = [p["held"] for p in found["predictions"] if p["held"] is not None]
+    return Numbers(
+        [
+            (
+                f"{sum(s['seconds'] for s in stations) / 60:.0f} minutes",
+                ", ".join([f"from {begin} to an answer, size {size}, on {cards}{found['device']}", *spent]),
+            ),
+            (
+                f"{before['accuracy']:.0%}, then {after['accuracy']:.0%}",
+                f"of {after['questions']:,} held-out questions right after tuning ({before['low']:.0%} to "
+                f"{before['high']:.0%}) and after rewards ({after['low']:.0%} to {after['high']:.0%})",
+            ),
+            (f"{sum(judged)} of {len(judged)}", "predictions held, which were written down before the run began"),
+        ]
+    )
+
+
 def _exercises() -> tuple[str, str]:
     n_chapters = len(chapters())
     return (

@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 from lib.workbook.book.catalog import BookError
@@ -16,12 +17,14 @@ def oracle(test: Callable) -> Callable:
     return test
 
 
-def recorded(name: str, compute: Callable):
+def recorded(name: str, compute: Callable, needs: str | None = None):
     """An oracle's value: computed live under ``--reference``, and read from the chapter's record in a learner's run.
 
     Args:
         name: The value's key in the record; unique in the chapter.
         compute: Runs the oracle and returns a tensor; it imports the oracle's package itself.
+        needs: A package that no extra of this project installs. Without it the value is read from the record always,
+            and ``--record`` keeps what is there.
 
     Raises:
         BookError: the value is not recorded, or no longer agrees with the oracle.
@@ -32,7 +35,7 @@ def recorded(name: str, compute: Callable):
     path = _record_path(Path(sys._getframe(1).f_code.co_filename))
     # its bytes, because safetensors opens no path that is not UTF-8
     stored = safetensors.load(path.read_bytes()) if path.exists() else {}
-    if not RECORDING["live"]:
+    if not RECORDING["live"] or (needs and find_spec(needs) is None):
         if name not in stored:
             raise BookError(
                 f"{path} has no value {name!r}; a maintainer writes it with: pytest --reference --record {path.parent}"
@@ -57,7 +60,7 @@ def _write_record(path: Path, values: dict) -> None:
     from safetensors.torch import save_file
 
     versions = {}
-    for package in ("torch", "transformers", "tokenizers", "tiktoken"):
+    for package in ("torch", "transformers", "tokenizers", "tiktoken", "peft"):
         try:
             versions[package] = version(package)
         except PackageNotFoundError:

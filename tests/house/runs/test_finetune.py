@@ -294,6 +294,40 @@ def test_copies_on_two_ranks_are_one_process(place, method):
         assert scores[0] == pytest.approx(scores[1], rel=1e-4)
 
 
+def ended_early(rank: int, world_size: int, argv: list[str]) -> int:
+    set_lr = Run.set_lr
+
+    def ask(self, step: int) -> float:
+        if step == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return set_lr(self, step)
+
+    Run.set_lr = ask  # type: ignore[method-assign]
+    try:
+        return finetune.main(argv)
+    finally:
+        Run.set_lr = set_lr  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    "words", ["--method full --model MODEL/gpt2", "--method dpo --dpo-trains full --model MODEL/llama"]
+)
+def test_shards_on_two_ranks_that_were_ended_once_are_one_process(place, words):
+    name = words.split("/")[-1]
+    alone, out = tune(place, f"alone_{name}", words), place / f"shards_{name}"
+    argv = flags(place, out.name, f"{words} --strategy fsdp")
+    assert pool("gloo").run(ended_early, argv, n_ranks=2, time_limit_s=100).values == [STATUS] * 2
+    assert pool("gloo").run(two_ranks, [argv], n_ranks=2, time_limit_s=100).values == [[0]] * 2
+    assert losses(out) == pytest.approx(losses(alone), rel=1e-4)
+    scores = [read_log(folder / "log.jsonl", "held_out_loss")[-1]["held_out_loss"] for folder in (out, alone)]
+    assert scores[0] == pytest.approx(scores[1], rel=1e-4)
+    for file in ("model.safetensors", "best/model.safetensors"):
+        ours, theirs = load_file(out / file), load_file(alone / file)
+        assert ours.keys() == theirs.keys()
+        for key in theirs:
+            torch.testing.assert_close(ours[key], theirs[key], rtol=1e-3, atol=2e-4)
+
+
 @pytest.mark.parametrize("model", ["chatty", "gpt2"])
 def test_qlora_trains_adapters_only(place, model):
     run = prepared(place, f"q_{model}", f"--method qlora --model MODEL/{model} --rank 2")
@@ -390,8 +424,8 @@ def test_a_run_that_was_ended_goes_on_bit_for_bit(place, monkeypatch, capsys, me
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--method full --strategy fsdp", ("--strategy fsdp", "single or ddp")),
-        ("--method full --strategy tp", ("--strategy tp", "single or ddp")),
+        ("--method lora --strategy fsdp", ("--strategy fsdp", "--method full")),
+        ("--method full --strategy tp", ("--strategy tp", "ddp or fsdp")),
         ("--method full --out MODEL/llama", ("--out", "overwritten")),
         ("--method full --length 65", ("--length 65", "64")),
         ("--method full --model MODEL/none", ("none", "no such folder")),

@@ -1,19 +1,21 @@
 """Rewards from the command line: the update is chapter 29's, a killed run goes on bit for bit, a lag is a lag."""
 
 import json
+import random
 import re
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from lib.given.data.tasks import Question, form
 from lib.given.models.gpt2 import GPT2Config
 from lib.given.models.rewards import TINY
 from lib.gpt2 import GPT2
 from lib.llama import Llama
 from lib.rewards import grpo_step
 from lib.runs import reinforce
-from lib.runs.reinforcing import loop, tasks
+from lib.runs.reinforcing import loop, sampling, tasks
 from lib.runs.reinforcing.update import ALGORITHMS, update
 from lib.training import AdamW
 
@@ -97,6 +99,31 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(tmp_path, monkeypatch, more)
             for out in ("cut", "whole")]  # fmt: skip
     assert logs[0] == logs[1]
     assert not (tmp_path / "cut" / ".lock").exists()
+
+
+def coin(_, seed):
+    """Questions whose worked answers are 0 or 1 at random; only 1 is right."""
+    draw = random.Random(seed)
+    while True:
+        yield Question(f"{draw.randrange(100)}:<think>", "1".__eq__, form("", str(draw.randrange(2))))
+
+
+@pytest.mark.parametrize("sign", [1, -1], ids=["rewards", "rewards with the wrong sign"])
+def test_the_reward_rises_from_chance_and_falls_if_its_sign_is_wrong(tmp_path, monkeypatch, sign):
+    monkeypatch.setitem(tasks.KINDS, "coin", tasks.Kind(coin))
+    score = sampling.score
+
+    def signed(*asked):
+        found = score(*asked)
+        return found | {"reward": [sign * reward for reward in found["reward"]]}
+
+    monkeypatch.setattr(sampling, "score", signed)
+    more = "--task coin --warm 50 --prompts 4 --group 8 --format-weight 0 --lr 1e-3 --steps 14 --eval-every 99"
+    assert run(tmp_path, *more.split(), "--save-every", "99") == 0
+    right = [line["right"] for line in steps_of(tmp_path)]
+    assert 0.3 < right[0] < 0.7  # the first answers are sampled before the first update
+    last = sum(right[-5:]) / 5
+    assert last > 0.8 if sign > 0 else last < 0.1
 
 
 def test_with_a_lag_the_sampler_has_the_weights_before_the_last_step(tmp_path):
