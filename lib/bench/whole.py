@@ -13,6 +13,7 @@ from typing import Any
 from lib.bench.kit import machine, record
 from lib.given.data.record import MEASUREMENTS, load
 from lib.runs.flags import ProgramParser
+from lib.runs.stations import plan
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -33,7 +34,7 @@ def recorded(folder: Path) -> dict[str, Any]:
 
 
 def read(way: Path) -> tuple[str, dict[str, Any]]:
-    """The size of a folder and its report, with the machine.
+    """The size of a folder, with the task if it is not today's, and its report with the machine.
 
     Raises:
         SystemExit: it has no report yet.
@@ -46,7 +47,9 @@ def read(way: Path) -> tuple[str, dict[str, Any]]:
     for folder in (way, *own):
         text = text.replace(f'"{folder}', f'"{folder.name}')
     report = json.loads(text)
-    return report["size"], report | {"machine": machine()}
+    size, task = report["size"], report["task"]
+    name = size if task == plan.SIZES[size].task else f"{size}, {task}"  # an earlier plan asked for something else
+    return name, report | {"machine": machine()}
 
 
 if __name__ == "__main__":

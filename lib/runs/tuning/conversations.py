@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -162,6 +162,7 @@ class Rows:
     n_held_out: int = 0
     n_test: int = 0
     codec: None = None
+    is_on_host: ClassVar[bool] = False
     made_bytes: int = 0
 
     def hold_out(self, n: int) -> None:
