@@ -16,7 +16,8 @@ def test_both_optimizers_race_to_adamws_loss(tmp_path, monkeypatch):
     monkeypatch.setattr(optimizers, "RATES", {"adamw": (1e-3, 1e-2), "stacked_muon": (1e-3, 1e-2)})
     words = "--device cpu --tiny --steps 2 --batch 1 --length 16 --seeds 2 --eval-every 1 --eval-batches 1 --rounds 1"
     optimizers.main(["speeds", *words.split(), "--folder", str(tmp_path)])
-    optimizers.main(["race", *words.split(), "--folder", str(tmp_path)])
+    words = [*words.split(), "--folder", str(tmp_path), "--units", str(tmp_path / "units")]
+    optimizers.main(["race", *words])
     found = load("optimizers", tmp_path)["results"]
     assert set(found["speeds"]["step_s"]) == {"adamw", "stacked_muon", "muon", "torch_muon"}, (
         "the part that was measured before is kept"
@@ -29,6 +30,26 @@ def test_both_optimizers_race_to_adamws_loss(tmp_path, monkeypatch):
     assert race["best_rate"]["stacked_muon"] == min(
         (1e-3, 1e-2), key=lambda lr: race["tuning"]["stacked_muon"][str(lr)]
     )
+    # it goes on where it was stopped, also beside another process, and not with other settings
+    lost = tmp_path / "units" / "adamw-0.001-0.json"
+    before = load("optimizers", tmp_path)["results"]["race"]["tuning"]
+    stays = (tmp_path / "units" / "adamw-0.01-0.json").stat().st_mtime_ns
+    lost.unlink()
+    with optimizers.claimed(lost) as is_mine, optimizers.claimed(lost) as is_also_mine:
+        assert (is_mine, is_also_mine) == (True, False)
+        assert not optimizers.train_one([("adamw", 1e-3, 0)], pytest.fail, {}, tmp_path / "units")
+    optimizers.main(["race", *words])
+    assert load("optimizers", tmp_path)["results"]["race"]["tuning"] == before
+    assert (tmp_path / "units" / "adamw-0.01-0.json").stat().st_mtime_ns == stays
+    with pytest.raises(ValueError, match="adamw"):
+        optimizers.main(["race", *words, "--steps", "1"])
+
+
+def test_other_seeds_follow_when_all_rates_are_done(monkeypatch):
+    monkeypatch.setattr(optimizers, "RATES", {"adamw": (1.0, 2.0), "muon": (3.0,)})
+    assert optimizers.wanted({}, 3) == [("adamw", 1.0, 0), ("adamw", 2.0, 0), ("muon", 3.0, 0)]
+    done = {("adamw", lr, 0): [{"loss": loss}] for lr, loss in ((1.0, float("nan")), (2.0, 5.0))}
+    assert optimizers.wanted(done, 3) == [("muon", 3.0, 0), ("adamw", 2.0, 1), ("adamw", 2.0, 2)]
 
 
 def test_the_prediction_is_of_the_products_over_those_of_a_step():
