@@ -1,5 +1,5 @@
-"""Chapter 4's Llama with the variants of chapters 23 and 24: the models of Qwen3, OLMo 3, Gemma 3 and Qwen3-Next,
-as their settings ask for.
+"""Chapter 4's Llama with the variants of chapters 23 and 24: the models of Qwen3, OLMo 3, Gemma 2 and 3 and
+Qwen3-Next, as their settings ask for.
 
 The parts are the reader's own: chapter 4's norm and feed-forward layer, chapter 23's attention, frequencies and
 caches, chapter 24's layer with a state.
@@ -74,7 +74,7 @@ def make_mixer(config: VariantConfig, kind: str) -> nn.Module:
         )  # fmt: skip
     return CausalAttention(
         c.dim, c.n_heads, c.n_kv_heads, c.head_dim, window=c.sliding_window if kind == SLIDING else None,
-        qk_norm=c.qk_norm, norm_offset=c.norm_offset, gate=c.gate, scale=c.scale, eps=c.norm_eps,
+        qk_norm=c.qk_norm, norm_offset=c.norm_offset, softcap=c.softcap, gate=c.gate, scale=c.scale, eps=c.norm_eps,
     )  # fmt: skip
 
 
@@ -227,7 +227,8 @@ class VariantLlama(nn.Module):
     def scores(self, x: Tensor) -> Tensor:
         """The logits, float32, of what the last block returns."""
         output = self.tok_embeddings if self.output is None else self.output
-        return F.linear(self.norm(x), output.weight).float()
+        logits, cap = F.linear(self.norm(x), output.weight).float(), self.config.logits_softcap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def ropes_on(self, device: torch.device) -> dict[str, Tensor]:
         """The rotations on a device."""

@@ -1,7 +1,8 @@
-"""Settings of Llamas with the variants of chapters 23 and 24, those of Qwen3, OLMo 3, Gemma 3 and Qwen3-Next,
+"""Settings of Llamas with the variants of chapters 23 and 24, those of Qwen3, OLMo 3, Gemma 2 and 3 and Qwen3-Next,
 and the names of their weights.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -30,6 +31,8 @@ class VariantConfig(LlamaConfig):
         scaled_embeddings: Whether embeddings are multiplied by the square root of ``dim``.
         tied: Whether the output layer's weight is the embedding's.
         scale: Factor of the scores; None means ``D ** -0.5``.
+        softcap: Cap of the scores, as in ``CausalAttention``; None means no cap.
+        logits_softcap: Cap of the logits, likewise.
         gate: Whether the heads' output is multiplied by a gate, as in ``CausalAttention``.
         layer_types: Kind of each layer: "full_attention", "sliding_attention" or chapter 24's "linear_attention".
             Empty means that all are full.
@@ -54,6 +57,8 @@ class VariantConfig(LlamaConfig):
     scaled_embeddings: bool = False
     tied: bool = False
     scale: float | None = None
+    softcap: float | None = None
+    logits_softcap: float | None = None
     gate: bool = False
     layer_types: list[str] = field(default_factory=list)
     sliding_window: int | None = None
@@ -108,6 +113,7 @@ class VariantConfig(LlamaConfig):
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"qk_norm": "head"},
     "olmo3": {"qk_norm": "width", "norms": "after"},
+    "gemma2": {"norms": "both", "norm_offset": 1.0, "activation": "gelu_tanh", "scaled_embeddings": True},
     "gemma3": {
         "qk_norm": "head", "norms": "both", "norm_offset": 1.0, "activation": "gelu_tanh", "scaled_embeddings": True,
     },
@@ -126,6 +132,7 @@ class Defaults:
         window: Keys that a sliding layer sees; None: it has no such layers.
         interval: Every ``interval``-th layer is full; None: ``use_sliding_window`` and ``max_window_layers`` decide.
         tied: Whether the output layer's weight is the embedding's.
+        caps: Of the scores and of the logits.
     """
 
     theta: float
@@ -134,11 +141,15 @@ class Defaults:
     window: int | None
     interval: int | None
     tied: bool
+    caps: tuple[float | None, float | None] = (None, None)
 
 
 DEFAULTS = {
     "qwen3": Defaults(theta=1e4, sliding_theta=None, eps=1e-6, window=4096, interval=None, tied=False),
     "olmo3": Defaults(theta=5e5, sliding_theta=5e5, eps=1e-5, window=4096, interval=4, tied=False),
+    "gemma2": Defaults(
+        theta=1e4, sliding_theta=None, eps=1e-6, window=4096, interval=2, tied=True, caps=(50.0, 30.0)
+    ),
     "gemma3": Defaults(theta=1e6, sliding_theta=1e4, eps=1e-6, window=4096, interval=6, tied=True),
     "qwen3_next": Defaults(theta=1e4, sliding_theta=None, eps=1e-6, window=None, interval=4, tied=False),
 }
@@ -162,7 +173,7 @@ def variant_of(
         {"linear_num_key_heads": sizes.n_heads, "linear_num_value_heads": 2 * sizes.n_heads},
     )
     kind = LINEAR if family == "qwen3_next" else SLIDING
-    has_windows = kind == SLIDING and (window is not None or known.sliding_theta is not None)
+    has_windows = kind == SLIDING and (window is not None or known.interval is not None)
     every = min(interval or known.interval or 4, sizes.n_layers) if kind == LINEAR or has_windows else 1
     more: dict[str, Any] = {"sliding_window": window or max(1, sizes.context_len // 4)} if has_windows else {}
     if kind == LINEAR:
@@ -170,7 +181,7 @@ def variant_of(
         more["rotary_share"] = 0.25
     return VariantConfig(
         **asdict(sizes) | FAMILIES[family] | more | {"norm_eps": known.eps, "rope_theta": known.theta},
-        tied=known.tied, sliding_rope_theta=known.sliding_theta,
+        tied=known.tied, softcap=known.caps[0], logits_softcap=known.caps[1], sliding_rope_theta=known.sliding_theta,
         layer_types=[kind if (i + 1) % every else FULL for i in range(sizes.n_layers)],
     )  # fmt: skip
 
@@ -184,8 +195,9 @@ def family_of(config: VariantConfig) -> str:
     names = sorted({name for fields in FAMILIES.values() for name in fields})
     plain = {name: VariantConfig.__dataclass_fields__[name].default for name in names}
     found = {name: getattr(config, name) for name in names}
+    found |= (caps := {name: getattr(config, name) for name in ("softcap", "logits_softcap")})
     for family, fields in FAMILIES.items():
-        if found == plain | fields:
+        if found == plain | (caps if family == "gemma2" else dict.fromkeys(caps)) | fields:
             return family
     raise ValueError(f"no family of Transformers' has {found}: expected one of {', '.join(FAMILIES)}")
 
@@ -201,6 +213,7 @@ SIZES = {
 TYPES = {
     "qwen3": ("qwen3", "Qwen3ForCausalLM"),
     "olmo3": ("olmo3", "Olmo3ForCausalLM"),
+    "gemma2": ("gemma2", "Gemma2ForCausalLM"),
     "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
     "qwen3_next": ("qwen3_next", "Qwen3NextForCausalLM"),
 }
@@ -215,7 +228,7 @@ def settings_of(config: VariantConfig) -> dict[str, Any]:
     """
     family = family_of(config)
     kind, name = TYPES[family]
-    activation = {"hidden_activation": "gelu_pytorch_tanh"} if family == "gemma3" else {"hidden_act": config.activation}
+    activation = {"hidden_activation": "gelu_pytorch_tanh"} if "gemma" in family else {"hidden_act": config.activation}
     found: dict[str, Any] = {"architectures": [name], "model_type": kind, "dtype": "float32", **activation}
     found |= {theirs: getattr(config, ours) for theirs, ours in SIZES.items()} | {"rms_norm_eps": config.norm_eps}
     found |= {"tie_word_embeddings": config.tied, "layer_types": config.layer_types, "attention_bias": False}
@@ -238,12 +251,21 @@ def _own_settings(config: VariantConfig, family: str) -> dict[str, Any]:
     """Settings that one family has."""
     if family == "qwen3":
         return {"use_sliding_window": SLIDING in config.layer_types}
+    scale = {"query_pre_attn_scalar": config.head_dim if config.scale is None else _whole(config.scale**-2)}
+    if family == "gemma2":
+        return scale | {
+            "attn_logit_softcapping": config.softcap, "final_logit_softcapping": config.logits_softcap,
+        }  # fmt: skip
     if family == "gemma3":
-        scale = config.head_dim if config.scale is None else config.scale**-2
-        return {"query_pre_attn_scalar": scale, "rope_local_base_freq": config.sliding_rope_theta}
+        return scale | {"rope_local_base_freq": config.sliding_rope_theta}
     if family == "qwen3_next":
         return {name: getattr(config, name) for name in LINEAR_SIZES} | {"num_experts": 0}
     return {}
+
+
+def _whole(value: float) -> float:
+    """A number that is whole but for rounding, as an integer."""
+    return round(value) if math.isclose(value, round(value)) else value
 
 
 Shape = tuple[int, ...]

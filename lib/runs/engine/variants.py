@@ -27,12 +27,12 @@ def add_variant_flags(parser: Parser) -> argparse._ArgumentGroup:
     )  # fmt: skip
     what.add_argument(
         "--window", type=whole(1),
-        help="keys that a query of a sliding layer sees; default: a quarter of --length for olmo3 and gemma3, "
+        help="keys that a query of a sliding layer sees; default: a quarter of --length for olmo3, gemma2 and gemma3, "
         "no such layers for qwen3",
     )  # fmt: skip
     what.add_argument(
         "--interval", type=whole(1),
-        help="n: every n-th layer sees everything, the others are sliding or linear; default: 6 for gemma3, else 4, "
+        help="n: every n-th layer sees everything, the others are sliding or linear; default: 2 for gemma2, 6 for gemma3, else 4, "
         "but at most the number of layers",
     )  # fmt: skip
     return what
@@ -49,10 +49,10 @@ def llama_sizes(options: Options) -> LlamaConfig:
     family, window, interval = options.family or PLAIN, options.window, options.interval
     if window is not None and family in (PLAIN, STATES):
         raise UsageError(f"--window {window} with --family {family}, which has no sliding layers; "
-                         "expected qwen3, olmo3 or gemma3")  # fmt: skip
+                         "expected qwen3, olmo3, gemma2 or gemma3")  # fmt: skip
     if interval is not None and (family == PLAIN or (family == "qwen3" and window is None)):
         raise UsageError(f"--interval {interval} with --family {family}, whose layers all see everything; "
-                         "expected qwen3 with --window, or olmo3, gemma3 or qwen3_next")  # fmt: skip
+                         "expected qwen3 with --window, or olmo3, gemma2, gemma3 or qwen3_next")  # fmt: skip
     if interval is not None and interval > sizes.n_layers:
         raise UsageError(
             f"--interval {interval}: --model {options.model} has {sizes.n_layers} layers; expected at most as many"
