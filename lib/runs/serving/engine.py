@@ -10,17 +10,16 @@ import torch
 from lib.runs.flags import UsageError
 from lib.runs.memory import block_bytes, check_need, shortage, state_bytes
 from lib.runs.serving import models
+from lib.runs.serving.admission import CONTEXTS, count_states, make_scheduler
 from lib.runs.serving.draft import DraftEngine
 from lib.runs.serving.forms import Forms
 from lib.runs.serving.prefix import PrefixEngine
 from lib.runs.serving.process import Ready
 from lib.runs.serving.settings import one_line
 from lib.runs.serving.worker import Worker
-from lib.serving import Scheduler
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "float16": torch.float16}
 MOST_THREADS = 1024
-CONTEXTS = 64  # full contexts in a cache that is not on a GPU, unless a flag gives its size
 CACHE_FLAGS = ("--blocks", "--block-size")
 
 
@@ -54,10 +53,12 @@ def build(options: Any, counts: Counter[str]) -> tuple[Any, Ready]:
     )
     served = models.load(options.model, options.name, options.tokenizer, dtype, device)
     config: Any = served.model.config
-    n_blocks = options.blocks or count_blocks(config, options.block_size, dtype, device)
-    what = f"a cache of {n_blocks} blocks of {options.block_size} positions"
-    check_need(n_blocks * block_bytes(config, options.block_size, dtype), device, what, CACHE_FLAGS)
-    scheduler = Scheduler(options.max_tokens, n_blocks, options.block_size)
+    n_states = count_states(config, dtype, device, options.max_tokens)
+    of_states = n_states * state_bytes(config, dtype)
+    n_blocks = options.blocks or count_blocks(config, options.block_size, dtype, device, of_states)
+    what = f"a cache of {n_blocks} blocks of {options.block_size} positions" + f" and {n_states} states" * bool(n_states)
+    check_need(n_blocks * block_bytes(config, options.block_size, dtype) + of_states, device, what, CACHE_FLAGS)
+    scheduler = make_scheduler(options.max_tokens, n_blocks, options.block_size, n_states)
     try:
         engine = make_engine(served.model, scheduler, counts, options)
     except (MemoryError, RuntimeError) as error:
@@ -83,17 +84,19 @@ def _device(options: Any) -> torch.device:
     return device
 
 
-def count_blocks(config: Any, block_size: int, dtype: torch.dtype, device: torch.device) -> int:
+def count_blocks(
+    config: Any, block_size: int, dtype: torch.dtype, device: torch.device, of_states: int = 0
+) -> int:
     """Number of blocks of the cache.
 
-    On a GPU they fill 0.9 of the free memory, less 0.1 of the total, which activations need, and less the states of 64
-    sequences. Elsewhere they hold 64 full contexts.
+    On a GPU they fill 0.9 of the free memory, less 0.1 of the total, which activations need, and less the bytes
+    of states. Elsewhere they hold 64 full contexts.
     """
     whole_contexts = CONTEXTS * -(-config.context_len // block_size)
     if device.type != "cuda":
         return whole_contexts
     free, total = torch.cuda.mem_get_info(device)
-    room = 0.9 * free - 0.1 * total - CONTEXTS * state_bytes(config, dtype)
+    room = 0.9 * free - 0.1 * total - of_states
     n_blocks = int(room // block_bytes(config, block_size, dtype))
     if n_blocks < 1:
         raise UsageError(

@@ -17,6 +17,7 @@ from lib.runs.engine import variants
 from lib.runs.flags import UsageError
 from lib.runs.memory import state_bytes
 from lib.runs.serving import models
+from lib.runs.serving.admission import StateScheduler, count_states
 from lib.runs.serving.engine import make_engine
 from lib.runs.serving.prefix import PrefixEngine
 from lib.runs.serving.wanted import Wanted
@@ -205,3 +206,30 @@ def test_answers_to_one_prompt_go_on_from_copies_of_its_state(hybrid):
     assert set(found) == {0}
     assert engine.states.held == {}
     assert state_bytes(model.config, torch.float32) == 2 * 4 * (3 * 512 + 8 * 32 * 32)
+
+
+def test_no_more_sequences_run_than_there_are_states(hybrid):
+    """Forks too; those that wait keep their order, and every answer is what it is with room for all."""
+    model = models.load(str(hybrid), None, "bytes", torch.float32, torch.device("cpu")).model
+    prompts = [[3, 1, 4], [1, 5], [9, 2, 6, 5], [3, 5], [8]]
+    answers, most = {}, {}
+    for name, scheduler in (("two", StateScheduler(16, 64, 2, 2)), ("all", Scheduler(16, 64, 2))):
+        engine = PrefixEngine(model, scheduler)
+        first = Request(prompts[0], 3)
+        requests = [first, *(Wanted(prompts[0], 3, first=first) for _ in range(3)), *(Request(p, 2) for p in prompts)]
+        found: dict[Request, list[int]] = {request: [] for request in requests}
+        for request in requests:
+            engine.submit(request)
+        began, most[name] = [], 0
+        while engine.is_busy:
+            for request, token in engine.step():
+                found[request].append(token)
+                began += [request] if request not in began else []
+            most[name] = max(most[name], len(engine.states.held), len(scheduler.running))
+        answers[name] = list(found.values())
+        assert name == "all" or [r for r in began if r in requests[4:]] == requests[4:]
+    assert most["two"] == 2 < most["all"]
+    assert answers["two"] == answers["all"]
+    assert count_states(model.config, torch.float32, torch.device("cpu"), 10**9) > 64
+    assert count_states(model.config, torch.float32, torch.device("cpu"), 8) == 64
+    assert count_states(LLAMA_2_7B, torch.float32, torch.device("cpu"), 8) == 0
