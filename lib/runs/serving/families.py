@@ -1,4 +1,4 @@
-"""Qwen3, OLMo 3, Gemma 2 and 3 and Qwen3-Next: what their ``config.json`` must say, and the book's configuration for it."""
+"""Qwen3, OLMo 3, Gemma 2 and 3, gpt-oss and Qwen3-Next: what their ``config.json`` must say, and the book's configuration for it."""
 
 from functools import partial
 from typing import Any
@@ -55,6 +55,8 @@ def config_of(settings: dict[str, Any], family: str) -> VariantConfig:
         sizes |= {name: settings[name] for name in LINEAR_SIZES} | {
             "rotary_share": next(iter(rotary_shares(settings)), TURNED)
         }
+    if family == "gpt_oss":
+        sizes |= {"n_experts": settings["num_local_experts"], "top_k": settings["num_experts_per_tok"]}
     return VariantConfig(
         **FAMILIES[family], **sizes,
         norm_eps=settings.get("rms_norm_eps", known.eps),
@@ -88,6 +90,11 @@ def problems(settings: dict[str, Any], family: str) -> Problems:
         return
     yield from _problems_of_heads(settings, *sizes[:2])
     yield from _problems_of_layers(settings, family)
+    n_experts, top_k = settings.get("num_local_experts"), settings.get("num_experts_per_tok")
+    if family == "gpt_oss" and type(n_experts) is type(top_k) is int and top_k > n_experts:
+        yield f"config.json: num_experts_per_tok = {top_k} is more than num_local_experts = {n_experts}"
+    if family == "gpt_oss" and not any(settings.get(name) for name in ROPE):
+        yield f"config.json has no {ROPE[0]}: Transformers takes a yarn of its own, expected it to be written"
     if is_partial:
         yield from _problems_of_states(settings, sizes[0] // sizes[1])
 
@@ -165,6 +172,14 @@ KINDS = {
         more=partial(problems, family="gemma3"),
         fixed=ALIKE | {
             "hidden_activation": ("gelu_pytorch_tanh",), "attention_bias": (False,), **dict.fromkeys(CAPS, (None,)), "use_bidirectional_attention": (False,),
+        },
+    ),
+    "gpt_oss": Kind(
+        architectures=("GptOssForCausalLM",), sizes=(*SIZES, "num_local_experts", "num_experts_per_tok"),
+        eps="rms_norm_eps", end_id=None, more=partial(problems, family="gpt_oss"),
+        read=(*READ, "router_aux_loss_coef", "output_router_logits", "experts_per_token", "initial_context_length"),
+        fixed=ALIKE | {
+            "hidden_act": ("silu",), "attention_bias": (True,), "swiglu_alpha": (1.702,), "swiglu_limit": (7.0,),
         },
     ),
     "qwen3_next": Kind(

@@ -1,4 +1,4 @@
-"""Qwen3, OLMo 3, Gemma 2 and 3 and Qwen3-Next in Transformers' folders: the same values, gradients and greedy tokens,
+"""Qwen3, OLMo 3, Gemma 2 and 3, gpt-oss and Qwen3-Next in Transformers' folders: the same values, gradients and greedy tokens,
 or one line that names what is not supported."""
 
 import json
@@ -46,6 +46,8 @@ CASES = {
     "gemma2": LAYERED | {
         "head_dim": 16, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0,
     },
+    "gpt_oss": LAYERED | {"head_dim": 16, "num_local_experts": 5, "num_experts_per_tok": 2,
+                          "rope_parameters": YARN | {"truncate": False}},
     "gemma3": LAYERED | {"head_dim": 16, "query_pre_attn_scalar": 24},
     "gemma3 stretched": LAYERED | {
         "head_dim": 10, "rope_parameters": turned({"rope_type": "linear", "factor": 8.0}, 1e6),
@@ -61,6 +63,7 @@ THEIRS = {
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
     "olmo3": (transformers.Olmo3Config, transformers.Olmo3ForCausalLM),
     "gemma2": (transformers.Gemma2Config, transformers.Gemma2ForCausalLM),
+    "gpt_oss": (transformers.GptOssConfig, transformers.GptOssForCausalLM),
     "gemma3": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
     "qwen3_next": (transformers.Qwen3NextConfig, transformers.Qwen3NextForCausalLM),
 }
@@ -217,6 +220,10 @@ CHANGES = {
     "gemma2": [
         ("attn_logit_softcapping", 0), ("final_logit_softcapping", "30"), ("hidden_activation", "gelu"),
         ("sliding_window", None), ("rope_parameters", {FULL: PLAIN}), ("sliding_window_pattern", 3),
+    ],
+    "gpt_oss": [
+        ("num_experts_per_tok", 6), ("num_local_experts", 0), ("swiglu_limit", None), ("attention_bias", False),
+        ("quantization_config", {"quant_method": "mxfp4"}), ("rope_parameters", None), ("num_experts", 5),
     ],
     "gemma3": [
         ("attention_bias", True), ("final_logit_softcapping", 30.0), ("attn_logit_softcapping", 50.0),

@@ -31,6 +31,7 @@ CASES = {
     "olmo3": "",
     "gemma3": "--window 3",
     "gemma2": "--window 3",
+    "gpt_oss": "--window 3",
     "qwen3_next": "",
 }
 WAYS = [f"--strategy {strategy} --engine {engine}" for strategy in ("ddp", "fsdp") for engine in ("ours", "torch")]
@@ -39,7 +40,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.time_limit(120)]
 
 @pytest.mark.parametrize(
     "family",
-    [pytest.param(family, marks=[pytest.mark.exhaustive] if family in ("qwen3", "olmo3", "gemma3") else []) for family in CASES],
+    [pytest.param(family, marks=[pytest.mark.exhaustive] if family in ("qwen3", "olmo3", "gemma2", "gemma3") else []) for family in CASES],
 )
 def test_a_family_trains_in_copies_and_shards_and_goes_on_bit_for_bit(family, tmp_path):
     (tmp_path / "words.txt").write_text("to be or not to be, that is the question\n" * 40)
@@ -99,7 +100,7 @@ def test_divided_sequences_train_as_one_process_does(tmp_path):
         same(tmp_path / str(i), curve(tmp_path / family), 1e-3)
 
 
-@pytest.mark.parametrize("family", ["gemma3", "qwen3_next"])
+@pytest.mark.parametrize("family", ["gemma3", "gpt_oss", "qwen3_next"])
 def test_a_family_trains_in_mixed_precision(family, tmp_path):
     command = f"llama --family {family} --data synthetic --items 8 --batch 4 --length 12 --steps 2 --lr 1e-2"
     train(f"{command} --log {tmp_path}/whole")
@@ -147,6 +148,7 @@ def test_the_flops_of_a_token_count_what_its_layers_see():
     ("--family gemma3 --window 0", ("--window", "0")),
     ("--family qwen3_next --strategy tp", ("--strategy tp", "--family qwen3_next", "fsdp")),
     ("--family gemma2 --interval 1 --strategy cp", ("--strategy cp", "--family gemma2", "fsdp")),
+    ("--family gpt_oss --interval 1 --strategy cp", ("--strategy cp", "--family gpt_oss", "fsdp")),
     ("--family gemma3 --strategy cp", ("--strategy cp", "--family gemma3", "fsdp")),
     ("--family gemma3 --strategy pp", ("--strategy pp", "--family gemma3", "fsdp")),
     ("--family gemma3 --path fast", ("--path fast", "--path plain")),
