@@ -127,7 +127,8 @@ def make_mixer(config: VariantConfig, kind: str) -> nn.Module:
         )  # fmt: skip
     return CausalAttention(
         c.dim, c.n_heads, c.n_kv_heads, c.head_dim, window=c.sliding_window if kind == SLIDING else None,
-        qk_norm=c.qk_norm, norm_offset=c.norm_offset, softcap=c.softcap, gate=c.gate, bias=c.bias, sinks=c.sinks, scale=c.scale, eps=c.norm_eps,
+        qk_norm=c.qk_norm, norm_offset=c.norm_offset, softcap=c.softcap, sinks=c.sinks, gate=c.gate, scale=c.scale,
+        bias=c.bias, eps=c.norm_eps,
     )  # fmt: skip
 
 

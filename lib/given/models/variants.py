@@ -94,8 +94,10 @@ class VariantConfig(LlamaConfig):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} = {getattr(self, name)!r}: expected one of {', '.join(known)}")
         if (self.activation == "clamped") != (0 < self.top_k <= self.n_experts):
-            raise ValueError(f"activation = {self.activation!r} with top_k = {self.top_k} of n_experts = "
-                             f"{self.n_experts}: expected 'clamped' with 1 <= top_k <= n_experts, or neither")  # fmt: skip
+            raise ValueError(
+                f"activation = {self.activation!r} with top_k = {self.top_k} of n_experts = {self.n_experts}: "
+                "expected 'clamped' with 1 <= top_k <= n_experts, or neither"
+            )
         self._check_layers()
 
     def _check_layers(self) -> None:
@@ -159,9 +161,7 @@ class Defaults:
 DEFAULTS = {
     "qwen3": Defaults(theta=1e4, sliding_theta=None, eps=1e-6, window=4096, interval=None, tied=False),
     "olmo3": Defaults(theta=5e5, sliding_theta=5e5, eps=1e-5, window=4096, interval=4, tied=False),
-    "gemma2": Defaults(
-        theta=1e4, sliding_theta=None, eps=1e-6, window=4096, interval=2, tied=True, caps=(50.0, 30.0)
-    ),
+    "gemma2": Defaults(theta=1e4, sliding_theta=None, eps=1e-6, window=4096, interval=2, tied=True, caps=(50.0, 30.0)),
     "gemma3": Defaults(theta=1e6, sliding_theta=1e4, eps=1e-6, window=4096, interval=6, tied=True),
     "gpt_oss": Defaults(theta=1.5e5, sliding_theta=None, eps=1e-5, window=128, interval=2, tied=False),
     "qwen3_next": Defaults(theta=1e4, sliding_theta=None, eps=1e-6, window=None, interval=4, tied=False),

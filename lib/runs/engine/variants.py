@@ -27,13 +27,13 @@ def add_variant_flags(parser: Parser) -> argparse._ArgumentGroup:
     )  # fmt: skip
     what.add_argument(
         "--window", type=whole(1),
-        help="keys that a query of a sliding layer sees; default: a quarter of --length for olmo3, gemma2, gemma3 and gpt_oss, "
-        "no such layers for qwen3",
+        help="keys that a query of a sliding layer sees; default: a quarter of --length for olmo3, gemma2, gemma3 and "
+        "gpt_oss, no such layers for qwen3",
     )  # fmt: skip
     what.add_argument(
         "--interval", type=whole(1),
-        help="n: every n-th layer sees everything, the others are sliding or linear; default: 2 for gemma2 and gpt_oss, 6 for gemma3, else 4, "
-        "but at most the number of layers",
+        help="n: every n-th layer sees everything, the others are sliding or linear; default: 2 for gemma2 and "
+        "gpt_oss, 6 for gemma3, else 4, but at most the number of layers",
     )  # fmt: skip
     return what
 

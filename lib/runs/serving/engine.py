@@ -56,7 +56,9 @@ def build(options: Any, counts: Counter[str]) -> tuple[Any, Ready]:
     n_states = count_states(config, dtype, device, options.max_tokens)
     of_states = n_states * state_bytes(config, dtype)
     n_blocks = options.blocks or count_blocks(config, options.block_size, dtype, device, of_states)
-    what = f"a cache of {n_blocks} blocks of {options.block_size} positions" + f" and {n_states} states" * bool(n_states)
+    what = f"a cache of {n_blocks} blocks of {options.block_size} positions" + f" and {n_states} states" * bool(
+        n_states
+    )
     check_need(n_blocks * block_bytes(config, options.block_size, dtype) + of_states, device, what, CACHE_FLAGS)
     scheduler = make_scheduler(options.max_tokens, n_blocks, options.block_size, n_states)
     try:
@@ -84,9 +86,7 @@ def _device(options: Any) -> torch.device:
     return device
 
 
-def count_blocks(
-    config: Any, block_size: int, dtype: torch.dtype, device: torch.device, of_states: int = 0
-) -> int:
+def count_blocks(config: Any, block_size: int, dtype: torch.dtype, device: torch.device, of_states: int = 0) -> int:
     """Number of blocks of the cache.
 
     On a GPU they fill 0.9 of the free memory, less 0.1 of the total, which activations need, and less the bytes

@@ -1,4 +1,6 @@
-"""Qwen3, OLMo 3, Gemma 2 and 3, gpt-oss and Qwen3-Next: what their ``config.json`` must say, and the book's configuration for it."""
+"""Qwen3, OLMo 3, Gemma 2 and 3, gpt-oss and Qwen3-Next: what their ``config.json`` must say, and the book's
+configuration for it.
+"""
 
 from functools import partial
 from typing import Any
@@ -171,7 +173,8 @@ KINDS = {
         read=(*READ, "query_pre_attn_scalar", "sliding_window_pattern", "cache_implementation", LOCAL),
         more=partial(problems, family="gemma3"),
         fixed=ALIKE | {
-            "hidden_activation": ("gelu_pytorch_tanh",), "attention_bias": (False,), **dict.fromkeys(CAPS, (None,)), "use_bidirectional_attention": (False,),
+            "hidden_activation": ("gelu_pytorch_tanh",), "attention_bias": (False,),
+            **dict.fromkeys(CAPS, (None,)), "use_bidirectional_attention": (False,),
         },
     ),
     "gpt_oss": Kind(

@@ -1,5 +1,5 @@
-"""Qwen3, OLMo 3, Gemma 2 and 3, gpt-oss and Qwen3-Next in Transformers' folders: the same values, gradients and greedy tokens,
-or one line that names what is not supported."""
+"""Qwen3, OLMo 3, Gemma 2 and 3, gpt-oss and Qwen3-Next in Transformers' folders: the same values, gradients and
+greedy tokens, or one line that names what is not supported."""
 
 import json
 

@@ -40,7 +40,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.time_limit(120)]
 
 @pytest.mark.parametrize(
     "family",
-    [pytest.param(family, marks=[pytest.mark.exhaustive] if family in ("qwen3", "olmo3", "gemma2", "gemma3") else []) for family in CASES],
+    [
+        pytest.param(family, marks=[pytest.mark.exhaustive] if family in ("qwen3", "olmo3", "gemma2", "gemma3") else [])
+        for family in CASES
+    ],
 )
 def test_a_family_trains_in_copies_and_shards_and_goes_on_bit_for_bit(family, tmp_path):
     (tmp_path / "words.txt").write_text("to be or not to be, that is the question\n" * 40)
