@@ -53,14 +53,8 @@ def build(options: Any, counts: Counter[str]) -> tuple[Any, Ready]:
     )
     served = models.load(options.model, options.name, options.tokenizer, dtype, device)
     config: Any = served.model.config
-    n_states = count_states(config, dtype, device, options.max_tokens)
-    of_states = n_states * state_bytes(config, dtype)
-    n_blocks = options.blocks or count_blocks(config, options.block_size, dtype, device, of_states)
-    what = f"a cache of {n_blocks} blocks of {options.block_size} positions" + f" and {n_states} states" * bool(
-        n_states
-    )
-    check_need(n_blocks * block_bytes(config, options.block_size, dtype) + of_states, device, what, CACHE_FLAGS)
-    scheduler = make_scheduler(options.max_tokens, n_blocks, options.block_size, n_states)
+    scheduler = plan(config, options, dtype, device)
+    what = f"a cache of {scheduler.n_blocks} blocks of {options.block_size} positions"
     try:
         engine = make_engine(served.model, scheduler, counts, options)
     except (MemoryError, RuntimeError) as error:
@@ -68,10 +62,25 @@ def build(options: Any, counts: Counter[str]) -> tuple[Any, Ready]:
         raise UsageError(f"{what} cannot be allocated: {why}") from None
     warm_up(engine)
     ready = Ready(
-        served.name, served.tokenizer, served.template, config.vocab_size, config.context_len, n_blocks,
-        describe_path(engine),
+        served.name, served.tokenizer, served.template, config.vocab_size, config.context_len,
+        scheduler.n_blocks, describe_path(engine),
     )  # fmt: skip
     return engine, ready
+
+
+def plan(config: Any, options: Any, dtype: torch.dtype, device: torch.device) -> Any:
+    """A scheduler of the blocks and states for which there is memory.
+
+    Raises:
+        UsageError: there is none for what was asked.
+    """
+    n_states = count_states(config, dtype, device, options.max_tokens)
+    of_states = n_states * state_bytes(config, dtype)
+    n_blocks = options.blocks or count_blocks(config, options.block_size, dtype, device, of_states)
+    states = f" and {n_states} states" if n_states else ""
+    what = f"a cache of {n_blocks} blocks of {options.block_size} positions{states}"
+    check_need(n_blocks * block_bytes(config, options.block_size, dtype) + of_states, device, what, CACHE_FLAGS)
+    return make_scheduler(options.max_tokens, n_blocks, options.block_size, n_states)
 
 
 def _device(options: Any) -> torch.device:
