@@ -154,7 +154,7 @@ class StackedShardedMuon(Stacked, ShardedMuon):
         found = [o.flatten() for o in self.orthogonal_all(matrices, group)]
         back = zip(*(o.split([of[i] for of in sizes]) for i, o in enumerate(found)), strict=True)
         row = torch.cat([piece for of_rank in back for piece in of_rank] or [row[:0]])
-        steps = torch.cat(self.exchange(row, incoming, outgoing)).split([p.numel() for p in ordered])
+        steps = torch.cat(list(self.exchange(row, incoming, outgoing))).split([p.numel() for p in ordered])
         for stack in alike(list(zip(ordered, steps, strict=True)), [whole[p] for p in ordered]):
             move([p for p, _ in stack], [o.view(p.shape) for p, o in stack], whole[stack[0][0]], group)
 
