@@ -1,22 +1,30 @@
 """Measure AdamW beside Muon on GPT-2 124M: steps and seconds to one held-out loss, and what Newton-Schulz costs a step.
 
-``python -m lib.bench.optimizers`` needs one GPU, some 8 minutes and no network: its text is the sources and documents
+``python -m lib.bench.optimizers`` needs one GPU, some 10 minutes and no network: its text is the sources and documents
 of the Python packages that are installed.
 It writes ``chapters/measurements/optimizers.json``. ``--device cpu --tiny`` tries it.
+
+With ``--units FOLDER`` each training of the race is kept as a file of its own. Processes that share the folder, say one
+for each GPU, divide the trainings, and a race that was stopped goes on with those that are missing.
 
 1. Predict Newton-Schulz's share of a step: ``newton_schulz_flops`` over ``6 n tokens``.
 2. Time steps in turns: PyTorch's fused AdamW, chapter 25's Muon, the same in stacks (``lib.fast.parts.muon``) and
    ``torch.optim.Muon``, each Muon with fused AdamW for the rest.
 3. Train with AdamW and with Muon in stacks at the same number of rates, then with the best rate of each and other
-   seeds.
+   seeds. Compiling is not timed.
    The loss to reach is what the tuned AdamW has at the end, the mean over its seeds.
 """
 
 import argparse
+import fcntl
 import json
 import math
+import os
 import sysconfig
-from collections.abc import Callable
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +44,7 @@ from lib.training import cosine_schedule
 
 VOCAB = 512
 """Bytes need 256 ids; the table's size is a multiple of 128."""
-RATES = {"adamw": (6e-4, 1.2e-3, 2.4e-3), "stacked_muon": (1.2e-3, 2.4e-3, 4.8e-3)}
+RATES = {"adamw": (6e-4, 1.2e-3, 2.4e-3, 4.8e-3), "stacked_muon": (1.2e-3, 2.4e-3, 4.8e-3, 9.6e-3)}
 """The largest rates that are tried. With "match_rms_adamw" both optimizers' steps are about as long."""
 MUONS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "stacked_muon": StackedMuon,
@@ -139,6 +147,11 @@ class Training:
             optimizer.step()
         self.model.zero_grad(set_to_none=True)
 
+    def warm_up(self) -> None:
+        """Compile all that a run needs."""
+        self.step(0.0)
+        self.held_out_loss()
+
     @torch.no_grad()
     def held_out_loss(self) -> float:
         """Mean loss in nats a byte over windows that lie evenly in the held-out text."""
@@ -225,18 +238,95 @@ def reached(curve: list[dict[str, float]], goal: float) -> dict[str, float] | No
     return None
 
 
+Curve = list[dict[str, float]]
+Unit = tuple[str, float, int]
+"""A training of the race: its optimizer, the largest rate and the seed."""
+
+
+def finished(folder: Path, settings: dict[str, Any]) -> dict[Unit, Curve]:
+    """The trainings whose files are in a folder.
+
+    Raises:
+        ValueError: one of them has other settings; the message names its file.
+    """
+    found = {}
+    for path in sorted(folder.glob("*.json")):
+        unit = json.loads(path.read_text(encoding="utf-8"))
+        if unit["settings"] != settings:
+            raise ValueError(f"{path} has the settings {unit['settings']}: expected {settings}")
+        found[unit["kind"], unit["lr"], unit["seed"]] = unit["curve"]
+    return found
+
+
+def best_rate(kind: str, done: dict[Unit, Curve]) -> float:
+    """The rate with the lowest last loss, among those whose losses stayed finite."""
+    last = {lr: done[kind, lr, 0][-1]["loss"] for lr in RATES[kind]}
+    return min((lr for lr in last if math.isfinite(last[lr])), key=last.__getitem__)
+
+
+def wanted(done: dict[Unit, Curve], n_seeds: int) -> list[Unit]:
+    """The trainings that are missing and can begin: other seeds follow when all rates of an optimizer are done."""
+    found = [(kind, lr, 0) for kind, rates in RATES.items() for lr in rates]
+    for kind, rates in RATES.items():
+        if all((kind, lr, 0) in done for lr in rates):
+            found += [(kind, best_rate(kind, done), seed) for seed in range(1, n_seeds)]
+    return [unit for unit in found if unit not in done]
+
+
+@contextmanager
+def claimed(path: Path) -> Iterator[bool]:
+    """Whether a training is this process's: no other one is at it, which a lock shows, nor has finished it."""
+    with path.with_suffix(".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield not path.exists()
+
+
+def train_one(units: list[Unit], begin: Callable[..., Training], settings: dict[str, Any], folder: Path) -> bool:
+    """Do the first of these trainings that no other process does; False if there is none."""
+    for kind, lr, seed in units:
+        path = folder / f"{kind}-{lr:g}-{seed}.json"
+        with claimed(path) as is_mine:
+            if is_mine:
+                curve = begin(kind, lr, seed).run(settings["steps"])
+                unit = {"settings": settings, "kind": kind, "lr": lr, "seed": seed, "curve": curve}
+                path.with_suffix(".part").write_text(json.dumps(unit), encoding="utf-8")
+                os.replace(path.with_suffix(".part"), path)
+                print(kind, f"rate {lr:g}, seed {seed}:", curve[-1], flush=True)
+                return True
+    return False
+
+
 def race(model: Model, texts: tuple[Tensor, Tensor], o: argparse.Namespace) -> dict[str, Any]:
     """Both optimizers at every rate, the best with other seeds, and when Muon reaches AdamW's last loss."""
+    settings = settings_of(o) | {"bytes": [len(text) for text in texts]}
+    folder = o.units or Path(tempfile.mkdtemp())
+    folder.mkdir(parents=True, exist_ok=True)
+
+    compiled: set[str] = set()
+
+    def begin(kind: str, lr: float, seed: int) -> Training:
+        if kind not in compiled:
+            compiled.add(kind)
+            Training(kind, lr, seed, model, texts, o).warm_up()
+        return Training(kind, lr, seed, model, texts, o)
+
+    while units := wanted(finished(folder, settings), o.seeds):
+        if not train_one(units, begin, settings, folder):
+            time.sleep(0.5)  # others are at them
+    return outcome(finished(folder, settings), o.seeds)
+
+
+def outcome(done: dict[Unit, Curve], n_seeds: int) -> dict[str, Any]:
+    """What the record says of the trainings."""
     found: dict[str, Any] = {"tuning": {}, "best_rate": {}, "curves": {}, "reached": {}}
     for kind, rates in RATES.items():
-        curves = {lr: Training(kind, lr, 0, model, texts, o).run(o.steps) for lr in rates}
-        last = {lr: curve[-1]["loss"] for lr, curve in curves.items()}
-        best = min((lr for lr in rates if math.isfinite(last[lr])), key=last.__getitem__)
-        found["tuning"][kind] = {str(lr): loss for lr, loss in last.items()}
-        found["best_rate"][kind] = best
-        more = [Training(kind, best, seed, model, texts, o).run(o.steps) for seed in range(1, o.seeds)]
-        found["curves"][kind] = [curves[best], *more]
-        print(kind, found["tuning"][kind], [curve[-1]["loss"] for curve in found["curves"][kind]], flush=True)
+        found["tuning"][kind] = {str(lr): done[kind, lr, 0][-1]["loss"] for lr in rates}
+        found["best_rate"][kind] = best = best_rate(kind, done)
+        found["curves"][kind] = [done[kind, best, seed] for seed in range(n_seeds)]
     ends = [curve[-1]["loss"] for curve in found["curves"]["adamw"]]
     found["goal"] = sum(ends) / len(ends)
     for kind, curves in found["curves"].items():
@@ -244,12 +334,18 @@ def race(model: Model, texts: tuple[Tensor, Tensor], o: argparse.Namespace) -> d
     return found
 
 
+def settings_of(o: argparse.Namespace) -> dict[str, Any]:
+    """What a record and its trainings must agree about."""
+    names = ("tiny", "steps", "batch", "length", "seeds", "eval_every", "eval_batches")
+    return {name: getattr(o, name) for name in names}
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = ProgramParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", choices=("speeds", "race", []), default=[], help="by default both")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a small model, to try the program")
-    parser.add_argument("--steps", type=whole(1), default=800, help="steps of each training")
+    parser.add_argument("--steps", type=whole(1), default=1200, help="steps of each training")
     parser.add_argument("--batch", type=whole(1), default=16, help="sequences in a step")
     parser.add_argument("--length", type=whole(16), default=1024, help="bytes in a sequence")
     parser.add_argument("--seeds", type=whole(1), default=3, help="trainings with the best rate")
@@ -258,25 +354,23 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=whole(1), default=12, help="how often each is timed")
     parser.add_argument("--megabytes", type=positive, default=120, help="text that is read at most")
     parser.add_argument("--folder", type=Path, default=MEASUREMENTS, help="where the record is written")
+    parser.add_argument("--units", type=Path, help="folder of the race's trainings, which several processes may share")
     o = parser.parse_args(arguments)
     torch.set_float32_matmul_precision("high")
     texts = read_text(round(o.megabytes * 1e6))
-    settings = {
-        name: getattr(o, name) for name in ("tiny", "steps", "batch", "length", "seeds", "eval_every", "eval_batches")
-    }
-    results: dict[str, Any] = {
-        "settings": settings,
-        "bytes": [len(text) for text in texts],
-        "prediction": prediction(o),
-    }
+    results = {"settings": settings_of(o), "bytes": [len(text) for text in texts], "prediction": prediction(o)}
     print(results, flush=True)
-    old = o.folder / "optimizers.json"
-    if old.exists() and (kept := json.loads(old.read_text(encoding="utf-8"))["results"])["settings"] == settings:
-        results = {**kept, **results}  # the parts that were measured before
     model = Model(o)
     for part in o.parts or PARTS:
-        results |= {part: PARTS[part](model, texts, o)}
-        record("optimizers", results, o.folder)
+        results[part] = PARTS[part](model, texts, o)
+        record("optimizers", {**measured_before(o), **results}, o.folder)
+
+
+def measured_before(o: argparse.Namespace) -> dict[str, Any]:
+    """What the record holds already, if it has the same settings: perhaps the other part."""
+    path = o.folder / "optimizers.json"
+    old = json.loads(path.read_text(encoding="utf-8"))["results"] if path.exists() else {"settings": None}
+    return old if old["settings"] == settings_of(o) else {}
 
 
 PARTS = {"speeds": speeds, "race": race}

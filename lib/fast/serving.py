@@ -68,6 +68,8 @@ class Runner:
         drafted: How many of a request's pending tokens are drafts; the logits before each of them are wanted too.
         steps: The fast way through the model; None where it does not fit.
         windows: For each layer with keys how many a query sees; None for all up to its own.
+        softcap: Of the scores; None for no cap.
+        sinks: For each layer with keys those of its heads; None where they have none.
         states: Of the model's linear layers; None where it has none.
     """
 
@@ -86,6 +88,8 @@ class Runner:
         self.sequences: dict[Progress, int] = {}
         self.drafted: dict[Progress, int] = {}
         self.windows = getattr(model.config, "windows", [None] * len(self.cache.keys))
+        self.softcap = getattr(model.config, "softcap", None)
+        self.sinks: Any = getattr(model, "sinks", [None] * len(self.cache.keys))
         self.states = States(self.cache) if "linear_attention" in getattr(model.config, "layer_types", ()) else None
         self.steps = Steps(model, self.cache, scheduler.max_tokens) if self.is_fast() else None
         self._known = [(-1, 0)] * MOST_SEQUENCES  # whose table each row of the next step holds, and of how many blocks
@@ -287,24 +291,34 @@ class Runner:
             vars(attend)["recur"] = partial(self.states.recur, ids, row.sizes)
         return attend
 
+    def _bends(self, layer: int) -> bool:
+        """Whether a layer's weights are not the softmax of its scores alone."""
+        return self.softcap is not None or self.sinks[layer] is not None
+
     def _attend_one(self, q: Float[Tensor, "b h d"], ids: list[int], layer: int) -> Float[Tensor, "b h d"]:
         """The newest position of each sequence attends to all that its layer lets it see."""
         window = self.windows[layer]
-        if window is None:
+        if window is None and not self._bends(layer):
             return self.attend(q, self.cache, ids, layer)
         from lib.attention_variants import grouped_attention  # a chapter after 21
 
-        k, v, seen = window_of(self.cache, ids, window, layer)
-        return grouped_attention(q[:, :, None], k, v, seen[:, None, None])[:, :, 0]
+        reach = window or max(self.cache.lengths[i][layer] for i in ids)
+        k, v, seen = window_of(self.cache, ids, reach, layer)
+        bends = self.softcap, self.sinks[layer]
+        return grouped_attention(q[:, :, None], k, v, seen[:, None, None], None, *bends)[:, :, 0]
 
     def _attend_many(self, q: Float[Tensor, "h t d"], i: int, layer: int) -> Float[Tensor, "h t d"]:
         """The newest positions of a sequence attend to it, each to none after itself."""
         (k, v), window = self.cache.read(i, layer), self.windows[layer]
-        if window is None:
+        if window is None and not self._bends(layer):
             return flash_attention(q, k, v, True)
-        from lib.attention_variants import flash_window_forward
+        from lib.attention_variants import flash_window_forward, grouped_attention, sliding_window_mask
 
-        k, v = (x[:, -(window + q.shape[1] - 1) :] for x in (k, v))
+        if window is not None:
+            k, v = (x[:, -(window + q.shape[1] - 1) :] for x in (k, v))
+        if self._bends(layer):
+            mask = sliding_window_mask(q.shape[1], k.shape[1], window, q.device)
+            return grouped_attention(q[None], k[None], v[None], mask, None, self.softcap, self.sinks[layer])[0]
         return flash_window_forward(q[None], k[None], v[None], window)[0][0]
 
     def _tiles(self, ids: list[int], sizes: list[int]) -> Tiles:

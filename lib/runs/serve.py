@@ -52,7 +52,7 @@ def make_parser() -> Parser:
         type=filled,
         metavar="tiny|FOLDER",
         help="tiny; a --checkpoint of lib.runs; or a folder in Transformers' format: of a Llama, GPT-2, Qwen3, OLMo 3, "
-        "Gemma 3, or a Qwen3-Next without experts",
+        "Gemma 2 or 3, gpt-oss (not in MXFP4), or a Qwen3-Next without experts",
     )
     model.add_argument("--name", type=filled, help="what clients call the model; default: the folder's name")
     model.add_argument(

@@ -1,5 +1,5 @@
-"""Chapter 4's Llama with the variants of chapters 23 and 24: the models of Qwen3, OLMo 3, Gemma 3 and Qwen3-Next,
-as their settings ask for.
+"""Chapter 4's Llama with the variants of chapters 23 and 24: the models of Qwen3, OLMo 3, Gemma 2 and 3,
+gpt-oss and Qwen3-Next, as their settings ask for.
 
 The parts are the reader's own: chapter 4's norm and feed-forward layer, chapter 23's attention, frequencies and
 caches, chapter 24's layer with a state.
@@ -57,6 +57,59 @@ class GeGLU(SwiGLU):
         return self.w2(F.gelu(self.w1(x), approximate="tanh") * self.w3(x))
 
 
+class Experts(nn.Module):
+    """The weights of gpt-oss's experts ``[E, ...]``, by Transformers' names; gates and values are every other column.
+
+    Source: gpt-oss (arXiv:2508.10925), section 2.2.
+    """
+
+    STEEPNESS, LIMIT = 1.702, 7.0
+
+    def __init__(self, n_experts: int, dim: int, hidden_dim: int):
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.randn(n_experts, dim, 2 * hidden_dim) * STD)
+        self.gate_up_proj_bias = nn.Parameter(torch.zeros(n_experts, 2 * hidden_dim))
+        self.down_proj = nn.Parameter(torch.randn(n_experts, hidden_dim, dim) * STD)
+        self.down_proj_bias = nn.Parameter(torch.zeros(n_experts, dim))
+
+    def forward(self, expert: int, x: Float[Tensor, "n c"]) -> Float[Tensor, "n c"]:
+        """What one expert returns."""
+        both = x @ self.gate_up_proj[expert] + self.gate_up_proj_bias[expert]
+        gate, up = both[:, ::2].clamp(max=self.LIMIT), both[:, 1::2].clamp(-self.LIMIT, self.LIMIT)
+        hidden = (up + 1) * gate * torch.sigmoid(self.STEEPNESS * gate)
+        return hidden @ self.down_proj[expert] + self.down_proj_bias[expert]
+
+
+class Routed(nn.Module):
+    """gpt-oss's feed-forward layer: each token's ``top_k`` experts, by the softmax of their scores among these.
+
+    Experts run one after the other, each on its own tokens.
+    """
+
+    def __init__(self, dim: int, hidden_dim: int, n_experts: int, top_k: int):
+        super().__init__()
+        self.top_k, self.router = top_k, nn.Linear(dim, n_experts)
+        self.experts = Experts(n_experts, dim, hidden_dim)
+
+    def forward(self, x: Float[Tensor, "... c"]) -> Float[Tensor, "... c"]:
+        rows = x.flatten(0, -2)
+        scores, chosen = self.router(rows).topk(self.top_k, dim=-1)
+        shares, out = scores.softmax(-1), torch.zeros_like(rows)
+        for expert in range(self.router.out_features):
+            row, place = torch.where(chosen == expert)
+            found = self.experts(expert, rows[row]) * shares[row, place, None]
+            out = out.index_add(0, row, found.to(out.dtype))
+        return out.view(x.shape)
+
+
+def make_feed_forward(config: VariantConfig) -> nn.Module:
+    """The other part of a block."""
+    c = config
+    if c.activation == "clamped":
+        return Routed(c.dim, c.hidden_dim, c.n_experts, c.top_k)
+    return (GeGLU if c.activation == "gelu_tanh" else SwiGLU)(c.dim, c.hidden_dim)
+
+
 def make_norm(config: VariantConfig) -> nn.Module:
     """A norm of the width of the model."""
     if config.norm_offset:
@@ -74,7 +127,8 @@ def make_mixer(config: VariantConfig, kind: str) -> nn.Module:
         )  # fmt: skip
     return CausalAttention(
         c.dim, c.n_heads, c.n_kv_heads, c.head_dim, window=c.sliding_window if kind == SLIDING else None,
-        qk_norm=c.qk_norm, norm_offset=c.norm_offset, gate=c.gate, scale=c.scale, eps=c.norm_eps,
+        qk_norm=c.qk_norm, norm_offset=c.norm_offset, softcap=c.softcap, sinks=c.sinks, gate=c.gate, scale=c.scale,
+        bias=c.bias, eps=c.norm_eps,
     )  # fmt: skip
 
 
@@ -84,7 +138,7 @@ class VariantBlock(nn.Module):
     Attributes:
         kind: "full_attention", "sliding_attention" or "linear_attention".
         attention: Chapter 23's ``CausalAttention``, or chapter 24's ``GatedDeltaNet``.
-        feed_forward: A ``SwiGLU`` or a ``GeGLU``.
+        feed_forward: A ``SwiGLU``, a ``GeGLU`` or a ``Routed``.
         attention_norm, ffn_norm: Norms before the two; they do nothing where the model has none there.
         attention_post_norm, ffn_post_norm: Norms after them, likewise.
     """
@@ -94,7 +148,7 @@ class VariantBlock(nn.Module):
         c = config
         self.kind = c.layer_types[layer]
         self.attention = make_mixer(config, self.kind)
-        self.feed_forward = (GeGLU if c.activation == "gelu_tanh" else SwiGLU)(c.dim, c.hidden_dim)
+        self.feed_forward = make_feed_forward(c)
         before, after = (c.norms in (place, "both") for place in ("before", "after"))
         self.attention_norm, self.ffn_norm = (make_norm(c) if before else nn.Identity() for _ in range(2))
         self.attention_post_norm, self.ffn_post_norm = (make_norm(c) if after else nn.Identity() for _ in range(2))
@@ -157,14 +211,21 @@ class VariantLlama(nn.Module):
         self.norm = make_norm(config)
         self.output = None if config.tied else nn.Linear(config.dim, config.vocab_size, bias=False)
         self.ropes, self.first = make_ropes(config), 0
-        for parameter in self.parameters():
-            if parameter.dim() == 2:
-                nn.init.normal_(parameter, std=STD)
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=STD)
+                if isinstance(module, nn.Linear) and module.bias is not None:
+                    nn.init.zeros_(module.bias)
 
     @property
     def blocks(self) -> list[Any]:
         """The ``VariantBlock`` of each layer, in order."""
         return list(self.layers)
+
+    @property
+    def sinks(self) -> list[Tensor | None]:
+        """The sinks of each layer with keys."""
+        return [block.attention.sinks for block in self.blocks if block.kind != LINEAR]
 
     def make_cache(self, batch: int, max_len: int) -> list[KVCache | RollingKVCache | DeltaCache]:
         """One empty cache a layer; a sliding layer's holds its window only, a linear layer's a state."""
@@ -227,7 +288,8 @@ class VariantLlama(nn.Module):
     def scores(self, x: Tensor) -> Tensor:
         """The logits, float32, of what the last block returns."""
         output = self.tok_embeddings if self.output is None else self.output
-        return F.linear(self.norm(x), output.weight).float()
+        logits, cap = F.linear(self.norm(x), output.weight).float(), self.config.logits_softcap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def ropes_on(self, device: torch.device) -> dict[str, Tensor]:
         """The rotations on a device."""

@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 
 from lib.given.kernels.mode import INTERPRETED, tl, triton
-from lib.given.optim import triples
-from lib.optimizers import Muon, newton_schulz
+from lib.given.optim import ByParameter, triples
+from lib.optimizers import Muon, ShardedMuon, assign_owners, newton_schulz
 
 SIDE, TERMS = (16, 16) if INTERPRETED else (128, 64)  # of a tile; terms that are added at a time
 
@@ -94,7 +95,23 @@ def newton_schulz_by_halves(
     return X.mT if is_tall else X
 
 
-class StackedMuon(Muon):
+class Stacked(ByParameter):
+    """An optimizer whose matrices of one shape are orthogonalized and updated together."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if param_group.get("cautious", self.defaults["cautious"]):
+            raise ValueError("cautious=True: expected False, since a stack of matrices decays as one")
+        super().add_param_group(param_group)
+
+    def directions(self, parameters: list[Tensor], group: dict[str, Any]) -> Sequence[Tensor]:
+        """Take the gradients into the momenta, and return what is orthogonalized."""
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        means = [self.state[p].setdefault("momentum_buffer", torch.zeros_like(p)) for p in parameters]
+        torch._foreach_lerp_(means, gradients, 1 - group["momentum"])
+        return torch._foreach_lerp(gradients, means, group["momentum"]) if group["nesterov"] else means
+
+
+class StackedMuon(Stacked, Muon):
     """Chapter 25's ``Muon``, with one call of Newton-Schulz for all matrices of a shape.
 
     Its arguments, its state and its steps are ``Muon``'s, to rounding; ``cautious`` is refused.
@@ -102,32 +119,80 @@ class StackedMuon(Muon):
     Cost: beside ``Muon``, a copy of all matrices of a shape in ``ns_dtype`` and one of their gradients' dtype.
     """
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        if param_group.get("cautious", self.defaults["cautious"]):
-            raise ValueError("cautious=True: expected False, since a stack of matrices decays as one")
-        super().add_param_group(param_group)
+    def update_group(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        for stack in alike(parameters, [matrix_of(p).shape[-2:] for p in parameters]):
+            directions = self.directions(stack, group)
+            rows, columns = matrix_of(stack[0]).shape[-2:]
+            matrices = [matrix_of(d).reshape(-1, rows, columns) for d in directions]
+            found = orthogonal(torch.cat(matrices), group).split([len(m) for m in matrices])
+            move(stack, [o.reshape(p.shape) for o, p in zip(found, stack, strict=True)], (rows, columns), group)
+
+
+class StackedShardedMuon(Stacked, ShardedMuon):
+    """Chapter 25's ``ShardedMuon``, whose owners orthogonalize their matrices of a shape in one call.
+
+    Its arguments, its state, its messages and its steps are ``ShardedMuon``'s, to rounding; ``cautious`` is refused,
+    and all parameters have one dtype.
+    """
 
     def update_group(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        stacks: dict[tuple[Any, ...], list[Tensor]] = {}
-        for p in parameters:
-            stacks.setdefault((matrix_of(p).shape[-2:], p.dtype, p.device), []).append(p)
-        for stack in stacks.values():
-            self.update_stack(stack, group)
+        if not parameters:
+            return
+        n, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
+        whole = dict(zip(group["params"], self.shapes, strict=True))
+        owners = assign_owners([whole[p] for p in parameters], n, group["ns_steps"])
+        pairs = sorted(zip(owners, parameters, strict=True), key=lambda pair: pair[0])
+        ordered = [p for _, p in pairs]
+        mine = [whole[p] for owner, p in pairs if owner == rank]
+        outgoing = [sum(p.numel() for owner, p in pairs if owner == r) for r in range(n)]
+        sizes = [[rows_of(shape, r, n) * shape[1] for shape in mine] for r in range(n)]
+        incoming = [sum(of_rank) for of_rank in sizes]
 
-    def update_stack(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        """Update parameters whose matrices have one shape."""
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        means = [self.state[p].setdefault("momentum_buffer", torch.zeros_like(p)) for p in parameters]
-        torch._foreach_lerp_(means, gradients, 1 - group["momentum"])
-        directions = torch._foreach_lerp(gradients, means, group["momentum"]) if group["nesterov"] else means
-        rows, columns = matrix_of(parameters[0]).shape[-2:]
-        matrices = [matrix_of(d).reshape(-1, rows, columns) for d in directions]
-        found = orthogonal(torch.cat(matrices), group).split([len(m) for m in matrices])
-        steps = [o.reshape(p.shape) for o, p in zip(found, parameters, strict=True)]
-        match_rms = group["adjust_lr_fn"] == "match_rms_adamw"
-        scale = 0.2 * max(rows, columns) ** 0.5 if match_rms else max(1, rows / columns) ** 0.5
-        torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
-        torch._foreach_add_(parameters, steps, alpha=-group["lr"] * scale)
+        row = torch.cat([d.flatten() for d in self.directions(ordered, group)]).to(group["ns_dtype"])
+        parts = [part.split(of) for part, of in zip(self.exchange(row, outgoing, incoming), sizes, strict=True)]
+        matrices = [torch.cat(pieces).view(shape) for pieces, shape in zip(zip(*parts, strict=True), mine, strict=True)]
+        found = [o.flatten() for o in self.orthogonal_all(matrices, group)]
+        back = zip(*(o.split([of[i] for of in sizes]) for i, o in enumerate(found)), strict=True)
+        row = torch.cat([piece for of_rank in back for piece in of_rank] or [row[:0]])
+        steps = torch.cat(list(self.exchange(row, incoming, outgoing))).split([p.numel() for p in ordered])
+        for stack in alike(list(zip(ordered, steps, strict=True)), [whole[p] for p in ordered]):
+            move([p for p, _ in stack], [o.view(p.shape) for p, o in stack], whole[stack[0][0]], group)
+
+    def exchange(self, row: Tensor, outgoing: list[int], incoming: list[int]) -> Sequence[Tensor]:
+        """Send each rank its part of a row; return what each rank sent."""
+        out = row.new_empty(sum(incoming))
+        dist.all_to_all_single(out, row, incoming, outgoing, group=self.group)
+        return out.split(incoming)
+
+    def orthogonal_all(self, matrices: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
+        """Whole matrices, orthogonalized in stacks, in their order."""
+        found: dict[int, Tensor] = {}
+        for places in alike(list(range(len(matrices))), [m.shape for m in matrices]):
+            found |= zip(places, orthogonal(torch.stack([matrices[i] for i in places]), group), strict=True)
+        return [found[i] for i in range(len(matrices))]
+
+
+def alike(values: list[Any], keys: Sequence[Any]) -> list[list[Any]]:
+    """The values in lists, one for each key."""
+    found: dict[Any, list[Any]] = {}
+    for value, key in zip(values, keys, strict=True):
+        found.setdefault(key, []).append(value)
+    return list(found.values())
+
+
+def rows_of(shape: Sequence[int], rank: int, n_ranks: int) -> int:
+    """How many rows of a matrix a rank has, as ``fully_shard`` cuts."""
+    size = -(-shape[0] // n_ranks)
+    return max(0, min(size, shape[0] - rank * size))
+
+
+def move(parameters: list[Tensor], steps: list[Tensor], shape: Sequence[int], group: dict[str, Any]) -> None:
+    """Decay parameters, or parts of them, and step; ``shape`` is that of their whole matrices."""
+    rows, columns = shape
+    match_rms = group["adjust_lr_fn"] == "match_rms_adamw"
+    scale = 0.2 * max(rows, columns) ** 0.5 if match_rms else max(1, rows / columns) ** 0.5
+    torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
+    torch._foreach_add_(parameters, steps, alpha=-group["lr"] * scale)
 
 
 def matrix_of(tensor: Tensor) -> Tensor:

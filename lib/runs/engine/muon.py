@@ -1,8 +1,9 @@
 """``--optimizer muon``: chapter 25's Muon for the matrices of the blocks and AdamW for all other parameters, on any
 mesh of ranks.
 
-Where each rank has whole matrices, ``Muon`` steps on them; on a GPU it does so in stacks (``lib.fast.parts.muon``).
+Where each rank has whole matrices, ``Muon`` steps on them.
 Where ``fully_shard`` has cut them by rows, ``ShardedMuon`` does.
+On a GPU both do so in stacks (``lib.fast.parts.muon``).
 Flat shards, and layers that ranks divide, have no whole rows: there the ranks of a stage assemble each direction,
 each of them orthogonalizes it, and each keeps its own part.
 """
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
-from lib.fast.parts.muon import StackedMuon
+from lib.fast.parts.muon import StackedMuon, StackedShardedMuon
 from lib.optimizers import Muon, ShardedMuon, newton_schulz
 from lib.runs.engine.options import Options
 
@@ -46,15 +47,16 @@ class MuonAndAdamW(Optimizer):
             matrices = [member for member in strategy.members(name) if member in strategy.matrices]
             (self._home(p) if matrices else self.others).append(p)
         settings: dict[str, Any] = {"momentum": MOMENTUM, "adjust_lr_fn": "match_rms_adamw", "ns_dtype": self.dtype}
-        make_muon = StackedMuon if device.type == "cuda" and options.path != "plain" else Muon
-        self.muon = make_muon(self.whole, **settings) if self.whole else None
+        stacks = device.type == "cuda"
+        self.muon = (StackedMuon if stacks else Muon)(self.whole, **settings) if self.whole else None
         self.pieces = self._pieces()
         decaying, plain = self._adamw_parameters()
         groups = [{"params": decaying, "weight_decay": self.decay}, {"params": plain, "weight_decay": 0.0}]
         self.adamw = make_adamw([group for group in groups if group["params"]])
         self.local_rows = [nn.Parameter(p.to_local()) for p in self.rows]
+        make_sharded = StackedShardedMuon if stacks else ShardedMuon
         self.sharded = (
-            ShardedMuon(self.local_rows, [p.shape for p in self.rows], group=_row_group(self.rows[0]), **settings)
+            make_sharded(self.local_rows, [p.shape for p in self.rows], group=_row_group(self.rows[0]), **settings)
             if self.rows
             else None
         )  # type: ignore[arg-type]

@@ -318,7 +318,9 @@ class LlamaTask(Task):
     @classmethod
     def sizes(cls, options):
         config = llama_sizes(options)
-        divides = isinstance(config, VariantConfig) and SLIDING not in config.layer_types
+        divides = isinstance(config, VariantConfig) and not (
+            SLIDING in config.layer_types or config.softcap or config.sinks
+        )
         if options.uses("tensor", "pipeline", "expert", *([] if divides else ["context"])):
             family = "chapter 4's Llama" if options.family in (None, PLAIN) else f"--family {options.family}"
             more = ", or --context" if divides else "; --context divides qwen3 without --window, and qwen3_next"

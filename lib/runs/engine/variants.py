@@ -23,17 +23,17 @@ def add_variant_flags(parser: Parser) -> argparse._ArgumentGroup:
     what.add_argument(
         "--family", choices=(PLAIN, *DEFAULTS), default=PLAIN,
         help="llama: chapter 4's; the others have the preset's sizes, and norms, windows, gates and linear layers as "
-        "the models of that name; qwen3_next is the hybrid, without experts",
+        "the models of that name; qwen3_next is the hybrid, without experts; gpt_oss has one expert in each layer",
     )  # fmt: skip
     what.add_argument(
         "--window", type=whole(1),
-        help="keys that a query of a sliding layer sees; default: a quarter of --length for olmo3 and gemma3, "
-        "no such layers for qwen3",
+        help="keys that a query of a sliding layer sees; default: a quarter of --length for olmo3, gemma2, gemma3 and "
+        "gpt_oss, no such layers for qwen3",
     )  # fmt: skip
     what.add_argument(
         "--interval", type=whole(1),
-        help="n: every n-th layer sees everything, the others are sliding or linear; default: 6 for gemma3, else 4, "
-        "but at most the number of layers",
+        help="n: every n-th layer sees everything, the others are sliding or linear; default: 2 for gemma2 and "
+        "gpt_oss, 6 for gemma3, else 4, but at most the number of layers",
     )  # fmt: skip
     return what
 
@@ -49,10 +49,10 @@ def llama_sizes(options: Options) -> LlamaConfig:
     family, window, interval = options.family or PLAIN, options.window, options.interval
     if window is not None and family in (PLAIN, STATES):
         raise UsageError(f"--window {window} with --family {family}, which has no sliding layers; "
-                         "expected qwen3, olmo3 or gemma3")  # fmt: skip
+                         "expected qwen3, olmo3, gemma2, gemma3 or gpt_oss")  # fmt: skip
     if interval is not None and (family == PLAIN or (family == "qwen3" and window is None)):
         raise UsageError(f"--interval {interval} with --family {family}, whose layers all see everything; "
-                         "expected qwen3 with --window, or olmo3, gemma3 or qwen3_next")  # fmt: skip
+                         "expected qwen3 with --window, or olmo3, gemma2, gemma3, gpt_oss or qwen3_next")  # fmt: skip
     if interval is not None and interval > sizes.n_layers:
         raise UsageError(
             f"--interval {interval}: --model {options.model} has {sizes.n_layers} layers; expected at most as many"
@@ -80,7 +80,8 @@ def weights_per_token(config: LlamaConfig) -> int:
     """Weights that a token is multiplied by: those of the blocks and of the output layer, norms left out."""
     with torch.device("meta"):
         model = make_llama(config)
-    n_weights = sum(weight.numel() for weight in model.parameters() if weight.dim() > 1)
+    named = model.named_parameters()
+    n_weights = sum(weight.numel() for name, weight in named if weight.dim() > 1 and not name.endswith("bias"))
     return n_weights if getattr(config, "tied", False) else n_weights - config.vocab_size * config.dim
 
 

@@ -6,10 +6,10 @@ from typing import Any
 from lib.given.models.serving import Request
 from lib.runs.flags import UsageError
 from lib.runs.memory import block_bytes, check_need, state_bytes
+from lib.runs.serving.admission import make_scheduler
 from lib.runs.serving.models import Served
 from lib.runs.serving.prefix import PrefixEngine
 from lib.runs.serving.text import Answer, Characters
-from lib.serving import Scheduler
 
 BLOCK = 16  # positions
 STEP_TOKENS = 2048
@@ -24,9 +24,10 @@ def make_engine(served: Served, n_requests: int) -> PrefixEngine:
     config: Any = served.model.config
     weight = next(served.model.parameters())
     n_blocks = n_requests * -(-config.context_len // BLOCK)
-    need = n_blocks * block_bytes(config, BLOCK, weight.dtype) + n_requests * state_bytes(config, weight.dtype)
+    of_states = n_requests * state_bytes(config, weight.dtype)
+    need = n_blocks * block_bytes(config, BLOCK, weight.dtype) + of_states
     check_need(need, weight.device, f"a cache of {n_requests} contexts of {config.context_len}", ["--batch-size"])
-    return PrefixEngine(served.model, Scheduler(STEP_TOKENS, n_blocks, BLOCK))
+    return PrefixEngine(served.model, make_scheduler(STEP_TOKENS, n_blocks, BLOCK, n_requests if of_states else 0))
 
 
 def write(

@@ -10,6 +10,7 @@ import torch
 from lib.runs.flags import UsageError
 from lib.runs.memory import block_bytes, check_need, shortage, state_bytes
 from lib.runs.serving import models
+from lib.runs.serving.admission import CONTEXTS, count_states, make_scheduler
 from lib.runs.serving.draft import DraftEngine
 from lib.runs.serving.drafters import ModelDrafter
 from lib.runs.serving.forms import Forms
@@ -19,11 +20,9 @@ from lib.runs.serving.prefix import PrefixEngine
 from lib.runs.serving.process import Ready
 from lib.runs.serving.settings import one_line
 from lib.runs.serving.worker import Worker
-from lib.serving import Scheduler
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "float16": torch.float16}
 MOST_THREADS = 1024
-CONTEXTS = 64  # full contexts in a cache that is not on a GPU, unless a flag gives its size
 CACHE_FLAGS = ("--blocks", "--block-size")
 
 
@@ -57,10 +56,8 @@ def build(options: Any, counts: Counter[str]) -> tuple[Any, Ready]:
     per_position = position_bytes(config, dtype, options.cache_dtype)
     each = options.block_size * per_position
     each += block_bytes(drafting.config, options.block_size, dtype) if drafting else 0
-    n_blocks = options.blocks or count_blocks(config, options.block_size, dtype, device, each)
-    what = f"a cache of {n_blocks} blocks of {options.block_size} positions"
-    check_need(n_blocks * each, device, what, CACHE_FLAGS)
-    scheduler = Scheduler(options.max_tokens, n_blocks, options.block_size)
+    scheduler = plan(config, options, dtype, device, each)
+    what = f"a cache of {scheduler.n_blocks} blocks of {options.block_size} positions"
     try:
         engine = make_engine(served.model, scheduler, counts, options, drafting)
     except (MemoryError, RuntimeError) as error:
@@ -68,10 +65,25 @@ def build(options: Any, counts: Counter[str]) -> tuple[Any, Ready]:
         raise UsageError(f"{what} cannot be allocated: {why}") from None
     warm_up(engine)
     ready = Ready(
-        served.name, served.tokenizer, served.template, config.vocab_size, config.context_len, n_blocks,
+        served.name, served.tokenizer, served.template, config.vocab_size, config.context_len, scheduler.n_blocks,
         describe_path(engine), describe_draft(options) + describe_cache(served, options, dtype), per_position,
     )  # fmt: skip
     return engine, ready
+
+
+def plan(config: Any, options: Any, dtype: torch.dtype, device: torch.device, each: int) -> Any:
+    """A scheduler of the blocks, of so many bytes each, and of the states for which there is memory.
+
+    Raises:
+        UsageError: there is none for what was asked.
+    """
+    n_states = count_states(config, dtype, device, options.max_tokens)
+    of_states = n_states * state_bytes(config, dtype)
+    n_blocks = options.blocks or count_blocks(config, options.block_size, device, each, of_states)
+    states = f" and {n_states} states" if n_states else ""
+    what = f"a cache of {n_blocks} blocks of {options.block_size} positions{states}"
+    check_need(n_blocks * each + of_states, device, what, CACHE_FLAGS)
+    return make_scheduler(options.max_tokens, n_blocks, options.block_size, n_states)
 
 
 def _device(options: Any) -> torch.device:
@@ -86,17 +98,17 @@ def _device(options: Any) -> torch.device:
     return device
 
 
-def count_blocks(config: Any, block_size: int, dtype: torch.dtype, device: torch.device, each: int) -> int:
+def count_blocks(config: Any, block_size: int, device: torch.device, each: int, of_states: int = 0) -> int:
     """Number of blocks of the cache, of so many bytes each.
 
-    On a GPU they fill 0.9 of the free memory, less 0.1 of the total, which activations need, and less the states of 64
-    sequences. Elsewhere they hold 64 full contexts.
+    On a GPU they fill 0.9 of the free memory, less 0.1 of the total, which activations need, and less the bytes
+    of states. Elsewhere they hold 64 full contexts.
     """
     whole_contexts = CONTEXTS * -(-config.context_len // block_size)
     if device.type != "cuda":
         return whole_contexts
     free, total = torch.cuda.mem_get_info(device)
-    room = 0.9 * free - 0.1 * total - CONTEXTS * state_bytes(config, dtype)
+    room = 0.9 * free - 0.1 * total - of_states
     n_blocks = int(room // each)
     if n_blocks < 1:
         raise UsageError(

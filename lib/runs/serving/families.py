@@ -1,4 +1,6 @@
-"""Qwen3, OLMo 3, Gemma 3 and Qwen3-Next: what their ``config.json`` must say, and the book's configuration for it."""
+"""Qwen3, OLMo 3, Gemma 2 and 3, gpt-oss and Qwen3-Next: what their ``config.json`` must say, and the book's
+configuration for it.
+"""
 
 from functools import partial
 from typing import Any
@@ -17,6 +19,8 @@ from lib.given.models.variants import (
 from lib.runs.serving.kinds import ALIKE, Kind, Problems, is_number, shown
 from lib.runs.serving.ropes import LOCAL, ROPE, SHARE, problems_of_rope, rope_scaling, rope_theta, rotary_shares
 
+CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
+"""Of the scores and of the logits."""
 PATTERN = "sliding_window_pattern"
 TURNED = 0.25
 """Share of a head's features that turn in a Qwen3-Next that does not say."""
@@ -44,7 +48,8 @@ def sliding_window(settings: dict[str, Any], family: str) -> Any:
 
 def config_of(settings: dict[str, Any], family: str) -> VariantConfig:
     """The configuration of the book's model, from settings without problems."""
-    known, scale = DEFAULTS[family], settings.get("query_pre_attn_scalar", 256 if family == "gemma3" else None)
+    known, scale = DEFAULTS[family], settings.get("query_pre_attn_scalar", 256 if "gemma" in family else None)
+    caps = [settings.get(name, cap) for name, cap in zip(CAPS, known.caps, strict=True)]
     sizes = {ours: settings[theirs] for theirs, ours in SIZES.items() if settings.get(theirs) is not None}
     head_dim = sizes.get("head_dim", sizes["dim"] // sizes["n_heads"])
     sliding = known.sliding_theta
@@ -52,11 +57,13 @@ def config_of(settings: dict[str, Any], family: str) -> VariantConfig:
         sizes |= {name: settings[name] for name in LINEAR_SIZES} | {
             "rotary_share": next(iter(rotary_shares(settings)), TURNED)
         }
+    if family == "gpt_oss":
+        sizes |= {"n_experts": settings["num_local_experts"], "top_k": settings["num_experts_per_tok"]}
     return VariantConfig(
         **FAMILIES[family], **sizes,
         norm_eps=settings.get("rms_norm_eps", known.eps),
         tied=bool(settings.get("tie_word_embeddings", known.tied)),
-        scale=None if scale in (None, head_dim) else scale**-0.5,
+        scale=None if scale in (None, head_dim) else scale**-0.5, softcap=caps[0], logits_softcap=caps[1],
         layer_types=layer_types(settings, family),
         sliding_window=sliding_window(settings, family),
         rope_theta=rope_theta(settings, known.theta),
@@ -72,9 +79,10 @@ def problems(settings: dict[str, Any], family: str) -> Problems:
     for name in ("tie_word_embeddings", "use_sliding_window"):
         if not isinstance(settings.get(name, False), bool):
             yield f"config.json: {name} = {shown(settings[name])}, expected true or false"
-    scale = settings.get("query_pre_attn_scalar", 1)
-    if not is_number(scale) or scale <= 0:
-        yield f"config.json: query_pre_attn_scalar = {shown(scale)}, expected a number above 0"
+    for name in ("query_pre_attn_scalar", *CAPS):
+        value = settings.get(name, 1)
+        if (not is_number(value) or value <= 0) and (value is not None or name not in CAPS):
+            yield f"config.json: {name} = {shown(value)}, expected a number above 0"
     for name in (PATTERN, "full_attention_interval", "max_window_layers"):
         if type(settings.get(name, 1)) is not int or settings.get(name, 1) < (name != "max_window_layers"):
             yield f"config.json: {name} = {shown(settings[name])}, expected an integer"
@@ -84,6 +92,11 @@ def problems(settings: dict[str, Any], family: str) -> Problems:
         return
     yield from _problems_of_heads(settings, *sizes[:2])
     yield from _problems_of_layers(settings, family)
+    n_experts, top_k = settings.get("num_local_experts"), settings.get("num_experts_per_tok")
+    if family == "gpt_oss" and type(n_experts) is type(top_k) is int and top_k > n_experts:
+        yield f"config.json: num_experts_per_tok = {top_k} is more than num_local_experts = {n_experts}"
+    if family == "gpt_oss" and not any(settings.get(name) for name in ROPE):
+        yield f"config.json has no {ROPE[0]}: Transformers takes a yarn of its own, expected it to be written"
     if is_partial:
         yield from _problems_of_states(settings, sizes[0] // sizes[1])
 
@@ -148,13 +161,28 @@ KINDS = {
         optional=("num_key_value_heads", "head_dim"), read=READ, more=partial(problems, family="olmo3"),
         fixed=ALIKE | ACTIVATIONS | {"attention_bias": (False,), "clip_qkv": (None,)},
     ),
+    "gemma2": Kind(
+        architectures=("Gemma2ForCausalLM",), sizes=tuple(SIZES), eps="rms_norm_eps", end_id=1,
+        read=(*READ, "query_pre_attn_scalar", "cache_implementation", *CAPS), more=partial(problems, family="gemma2"),
+        fixed=ALIKE | dict.fromkeys(("hidden_activation", "hidden_act"), ("gelu_pytorch_tanh",)) | {
+            "attention_bias": (False,), "use_bidirectional_attention": (False,),
+        },
+    ),
     "gemma3_text": Kind(
         architectures=("Gemma3ForCausalLM",), sizes=tuple(SIZES), eps="rms_norm_eps", end_id=1,
         read=(*READ, "query_pre_attn_scalar", "sliding_window_pattern", "cache_implementation", LOCAL),
         more=partial(problems, family="gemma3"),
         fixed=ALIKE | {
-            "hidden_activation": ("gelu_pytorch_tanh",), "attention_bias": (False,), "attn_logit_softcapping": (None,),
-            "final_logit_softcapping": (None,), "use_bidirectional_attention": (False,),
+            "hidden_activation": ("gelu_pytorch_tanh",), "attention_bias": (False,),
+            **dict.fromkeys(CAPS, (None,)), "use_bidirectional_attention": (False,),
+        },
+    ),
+    "gpt_oss": Kind(
+        architectures=("GptOssForCausalLM",), sizes=(*SIZES, "num_local_experts", "num_experts_per_tok"),
+        eps="rms_norm_eps", end_id=None, more=partial(problems, family="gpt_oss"),
+        read=(*READ, "router_aux_loss_coef", "output_router_logits", "experts_per_token", "initial_context_length"),
+        fixed=ALIKE | {
+            "hidden_act": ("silu",), "attention_bias": (True,), "swiglu_alpha": (1.702,), "swiglu_limit": (7.0,),
         },
     ),
     "qwen3_next": Kind(

@@ -223,7 +223,8 @@ class PrefixEngine(Engine):
             held = self.held.pop(chunk.progress.request, []) if chunk.completes else []
             n_blocks = self.scheduler.blocks_for(len(chunk.progress.tokens))
             n_rows = len(held) if self.steps is None else len(self.steps.sampled) - len(order)
-            n = max(0, min(len(held), n_rows, self.scheduler.n_free // n_blocks))
+            n_states = getattr(self.scheduler, "n_free_states", len(held))
+            n = max(0, min(len(held), n_rows, n_states, self.scheduler.n_free // n_blocks))
             order += [self._begin_fork(request, chunk.progress, n_blocks) for request in held[:n]]
             rows += [row] * n
             self._queue(held[n:])

@@ -8,16 +8,28 @@ import torch
 from lib.bench import optimizers
 from lib.given.data.record import load
 
+WORDS = "--device cpu --tiny --steps 2 --batch 1 --length 16 --seeds 2 --eval-every 1 --eval-batches 1 --rounds 1"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with the record of both parts, measured one after the other, and the race's trainings."""
+    folder, text = tmp_path_factory.mktemp("race"), torch.arange(4000).to(torch.uint8)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(optimizers, "read_text", lambda n_bytes: (text, text[:500]))
+        patched.setattr(optimizers, "RATES", {"adamw": (1e-3, 1e-2), "stacked_muon": (1e-3, 1e-2)})
+        optimizers.main(["speeds", *WORDS.split(), "--folder", str(folder)])
+        run_race(folder)
+        yield folder
+
+
+def run_race(folder, *more):
+    optimizers.main(["race", *WORDS.split(), "--folder", str(folder), "--units", str(folder / "units"), *more])
+
 
 @pytest.mark.time_limit(120)
-def test_both_optimizers_race_to_adamws_loss(tmp_path, monkeypatch):
-    text = torch.arange(4000).to(torch.uint8)
-    monkeypatch.setattr(optimizers, "read_text", lambda n_bytes: (text, text[:500]))
-    monkeypatch.setattr(optimizers, "RATES", {"adamw": (1e-3, 1e-2), "stacked_muon": (1e-3, 1e-2)})
-    words = "--device cpu --tiny --steps 2 --batch 1 --length 16 --seeds 2 --eval-every 1 --eval-batches 1 --rounds 1"
-    optimizers.main(["speeds", *words.split(), "--folder", str(tmp_path)])
-    optimizers.main(["race", *words.split(), "--folder", str(tmp_path)])
-    found = load("optimizers", tmp_path)["results"]
+def test_both_optimizers_race_to_adamws_loss(folder):
+    found = load("optimizers", folder)["results"]
     assert set(found["speeds"]["step_s"]) == {"adamw", "stacked_muon", "muon", "torch_muon"}, (
         "the part that was measured before is kept"
     )
@@ -29,6 +41,28 @@ def test_both_optimizers_race_to_adamws_loss(tmp_path, monkeypatch):
     assert race["best_rate"]["stacked_muon"] == min(
         (1e-3, 1e-2), key=lambda lr: race["tuning"]["stacked_muon"][str(lr)]
     )
+
+
+@pytest.mark.time_limit(120)
+def test_a_race_goes_on_with_what_is_missing_also_beside_another_process(folder):
+    lost, kept = (folder / "units" / f"adamw-{lr}-0.json" for lr in ("0.001", "0.01"))
+    before, stays = load("optimizers", folder)["results"]["race"]["tuning"], kept.stat().st_mtime_ns
+    lost.unlink()
+    with optimizers.claimed(lost) as is_mine, optimizers.claimed(lost) as is_also_mine:
+        assert (is_mine, is_also_mine) == (True, False)
+        assert not optimizers.train_one([("adamw", 1e-3, 0)], pytest.fail, {}, folder / "units")
+    run_race(folder)
+    assert load("optimizers", folder)["results"]["race"]["tuning"] == before
+    assert kept.stat().st_mtime_ns == stays
+    with pytest.raises(ValueError, match="adamw"):
+        run_race(folder, "--steps", "1")
+
+
+def test_other_seeds_follow_when_all_rates_are_done(monkeypatch):
+    monkeypatch.setattr(optimizers, "RATES", {"adamw": (1.0, 2.0), "muon": (3.0,)})
+    assert optimizers.wanted({}, 3) == [("adamw", 1.0, 0), ("adamw", 2.0, 0), ("muon", 3.0, 0)]
+    done = {("adamw", lr, 0): [{"loss": loss}] for lr, loss in ((1.0, float("nan")), (2.0, 5.0))}
+    assert optimizers.wanted(done, 3) == [("muon", 3.0, 0), ("adamw", 2.0, 1), ("adamw", 2.0, 2)]
 
 
 def test_the_prediction_is_of_the_products_over_those_of_a_step():

@@ -20,7 +20,6 @@ LONG = {
         lib/bench/ladder.py module ::run
         lib/bench/low_precision.py ::Bench.steps ::Bench.tokens
         lib/bench/mpi.py ::main
-        lib/bench/optimizers.py ::main
         lib/bench/scaling_laws.py module ::main ::rival
         lib/bench/serving.py ::main
         lib/bench/yardstick/compare.py module ::main

@@ -655,7 +655,7 @@ def test_a_folder_that_does_not_fit_is_one_line(tmp_path):
     (tmp_path / "config.json").write_text("{")
     assert "no valid JSON" in why(tmp_path) or "not valid JSON" in why(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
-    assert "'bert', expected gemma3_text or gpt2 or llama or olmo3 or qwen3" in why(tmp_path)
+    assert "'bert', expected gemma2 or gemma3_text or gpt2 or gpt_oss or llama or olmo3" in why(tmp_path)
     llama = tmp_path / "llama"
     llama.mkdir()
     write_theirs("llama", llama)

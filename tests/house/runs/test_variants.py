@@ -1,5 +1,5 @@
-"""Qwen3, OLMo 3, Gemma 3 and Qwen3-Next in Transformers' folders: the same values, gradients and greedy tokens,
-or one line that names what is not supported."""
+"""Qwen3, OLMo 3, Gemma 2 and 3, gpt-oss and Qwen3-Next in Transformers' folders: the same values, gradients and
+greedy tokens, or one line that names what is not supported."""
 
 import json
 
@@ -43,6 +43,11 @@ CASES = {
     "qwen3 with windows": {"head_dim": 16, "use_sliding_window": True, "max_window_layers": 1, "sliding_window": 7},
     "olmo3": LAYERED | {"num_key_value_heads": 4},
     "olmo3 stretched": LAYERED | {"rope_parameters": turned(YARN | {"attention_factor": 1.2}, 500_000.0)},
+    "gemma2": LAYERED | {
+        "head_dim": 16, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0,
+    },
+    "gpt_oss": LAYERED | {"head_dim": 16, "num_local_experts": 5, "num_experts_per_tok": 2,
+                          "rope_parameters": YARN | {"truncate": False}},
     "gemma3": LAYERED | {"head_dim": 16, "query_pre_attn_scalar": 24},
     "gemma3 stretched": LAYERED | {
         "head_dim": 10, "rope_parameters": turned({"rope_type": "linear", "factor": 8.0}, 1e6),
@@ -57,6 +62,8 @@ CASES = {
 THEIRS = {
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
     "olmo3": (transformers.Olmo3Config, transformers.Olmo3ForCausalLM),
+    "gemma2": (transformers.Gemma2Config, transformers.Gemma2ForCausalLM),
+    "gpt_oss": (transformers.GptOssConfig, transformers.GptOssForCausalLM),
     "gemma3": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
     "qwen3_next": (transformers.Qwen3NextConfig, transformers.Qwen3NextForCausalLM),
 }
@@ -69,7 +76,7 @@ def make_theirs(case):
     model = make_model(make_config(**SIZES | CASES[case])).eval()
     for parameter in model.parameters():
         if parameter.dim() == 1:
-            torch.nn.init.normal_(parameter, 0.0 if case.startswith(("gemma3", "qwen3_next")) else 1.0, 0.3)
+            torch.nn.init.normal_(parameter, 0.0 if case.startswith(("gemma", "qwen3_next")) else 1.0, 0.3)
     return model
 
 
@@ -209,6 +216,14 @@ CHANGES = {
         ("attention_bias", True), ("clip_qkv", 8.0), ("sliding_window", None), ("sliding_window", 0),
         ("layer_types", [SLIDING]), ("rope_parameters", PLAIN), ("rope_theta", 77.0), ("hidden_size", 30),
         ("rope_parameters", {FULL: PLAIN, SLIDING: PLAIN | {"rope_type": "linear", "factor": 2.0}}),
+    ],
+    "gemma2": [
+        ("attn_logit_softcapping", 0), ("final_logit_softcapping", "30"), ("hidden_activation", "gelu"),
+        ("sliding_window", None), ("rope_parameters", {FULL: PLAIN}), ("sliding_window_pattern", 3),
+    ],
+    "gpt_oss": [
+        ("num_experts_per_tok", 6), ("num_local_experts", 0), ("swiglu_limit", None), ("attention_bias", False),
+        ("quantization_config", {"quant_method": "mxfp4"}), ("rope_parameters", None), ("num_experts", 5),
     ],
     "gemma3": [
         ("attention_bias", True), ("final_logit_softcapping", 30.0), ("attn_logit_softcapping", 50.0),
