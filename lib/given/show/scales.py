@@ -43,6 +43,13 @@ def draw_granularity(size: int = 8) -> Figure:
     return fig
 
 
+def steps_of_two(hessian: Float[Tensor, "2 2"], weights: Float[Tensor, " 2"]) -> list[Float[Tensor, " 2"]]:
+    """Where GPTQ takes two weights with whole numbers as levels: at first, and after each of its three steps."""
+    first, inverse = weights[0].round(), hessian.inverse()
+    moved = weights[1] + (first - weights[0]) * inverse[0, 1] / inverse[0, 0]
+    return [weights, *(torch.stack([first, w]) for w in (weights[1], moved, moved.round()))]
+
+
 def draw_error_flow(hessian: Float[Tensor, "2 2"], weights: Float[Tensor, " 2"]) -> Figure:
     """GPTQ twice: a step on a matrix, whose error flows into all columns after it, and the three steps of two weights.
 
@@ -80,9 +87,7 @@ def _draw_step(ax: Axes, rows: int = 4, columns: int = 6, now: int = 2) -> None:
 
 def _draw_two_weights(ax: Axes, hessian: Tensor, weights: Tensor) -> None:
     """Two weights among the levels, over the contours of the error: round, correct, round."""
-    first, inverse, plain = weights[0].round(), hessian.inverse(), weights.round()
-    moved = weights[1] + (first - weights[0]) * inverse[0, 1] / inverse[0, 0]
-    places = [weights, *(torch.stack([first, w]) for w in (weights[1], moved, moved.round()))]
+    places, plain = steps_of_two(hessian, weights), weights.round()
     grid = torch.linspace(-0.9, 1.5, 145)
     d = torch.stack(torch.meshgrid(grid, grid, indexing="xy"), -1) - weights
     levels = sorted(float((place - weights) @ hessian @ (place - weights)) for place in (places[-1], plain))
