@@ -96,7 +96,7 @@ def _draw_two_weights(ax: Axes, hessian: Tensor, weights: Tensor) -> None:
     ax.plot(*torch.cartesian_prod(torch.arange(2), torch.arange(2)).T, "s", color=GREY, markersize=5)
     for pair, i, text in zip(pairwise(places), (1, 0, 1), ("1 round", "2 correct", "3 round"), strict=True):
         look = {"arrowstyle": "-|>", "color": COLOURS[i], "linewidth": 1.8, "shrinkA": 0, "shrinkB": 0}
-        ax.annotate("", pair[1].tolist(), pair[0].tolist(), arrowprops=look)
+        ax.annotate("", _xy(pair[1]), _xy(pair[0]), arrowprops=look)
         sideways = text.startswith("1")
         x, y = ((pair[0] + pair[1]) / 2).tolist()
         where = (x, y - 0.06, "center", "top") if sideways else (x - 0.06, y, "right", "center")
@@ -104,5 +104,9 @@ def _draw_two_weights(ax: Axes, hessian: Tensor, weights: Tensor) -> None:
     ax.plot(*weights, "o", color=COLOURS[0], markersize=6)
     named = {"start": (weights, (7, -3)), "GPTQ": (places[-1], (7, 6)), "plain": (plain, (-38, -13))}
     for text, (place, offset) in named.items():
-        ax.annotate(text, place.tolist(), offset, textcoords="offset points")
+        ax.annotate(text, _xy(place), offset, textcoords="offset points")
     ax.set(xlabel="$w_0$", ylabel="$w_1$", aspect="equal", title="two weights", xticks=[0, 1], yticks=[0, 1])
+
+
+def _xy(place: Tensor) -> tuple[float, float]:
+    return float(place[0]), float(place[1])
