@@ -71,7 +71,8 @@ def _draw_step(ax: Axes, rows: int = 4, columns: int = 6, now: int = 2) -> None:
         for row in range(rows):
             ax.add_patch(Rectangle((column, row), 1, 1, facecolor=colour, alpha=0.4, edgecolor=GREY, linewidth=0.8))
         if column > now:
-            bend: dict[str, Any] = {"connectionstyle": f"arc3,rad=-{0.75 - 0.12 * (column - now):.2f}", "arrowstyle": "-|>"}
+            curve = f"arc3,rad=-{0.75 - 0.12 * (column - now):.2f}"
+            bend: dict[str, Any] = {"connectionstyle": curve, "arrowstyle": "-|>"}
             ends = (now + 0.5, rows + 0.05), (column + 0.5, rows + 0.05)
             ax.add_patch(FancyArrowPatch(*ends, mutation_scale=11, color=COLOURS[1], **bend))
     ax.text((now + columns) / 2 + 0.2, rows + 1.3, "each moves by $-e_i U_{ij}$", ha="center", va="center")
