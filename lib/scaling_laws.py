@@ -21,7 +21,7 @@ DELTA = 1e-3
 def fit_power_law(x: Float[np.ndarray, " n"], y: Float[np.ndarray, " n"]) -> PowerLaw:
     """Fit ``y = a * x**-alpha + floor`` to points, robustly. (Exercise 22.1)
 
-    Size: 20 minutes, difficulty 2, core.
+    Size: 35 minutes, difficulty 3, core.
 
     Args:
         x: Sizes, tokens or steps ``[n]``: positive; an array, a tensor or a list.
@@ -82,7 +82,7 @@ def learning_curve_prediction(
 ) -> tuple[float, float, float]:
     """Predict where a run will end, from its first part. (Exercise 22.3)
 
-    Size: 15 minutes, difficulty 3, stretch.
+    Size: 20 minutes, difficulty 3, stretch.
 
     Args:
         steps: Positive steps at which the loss was measured, after the warm-up and at a constant learning rate.

@@ -87,7 +87,7 @@ def unpatchify(
 def conv_from_linear(weight: Float[Tensor, "c ch_p_p"], channels: int, patch: int) -> Float[Tensor, "c ch p p"]:
     """Turn the matrix that projects patches into a convolution kernel that does the same to the image. (Exercise 5.4)
 
-    Size: 15 minutes, difficulty 2, core.
+    Size: 10 minutes, difficulty 2, core.
 
     Args:
         weight: Weight ``[C, ch*P*P]`` of an ``nn.Linear`` from a patch to the model width.

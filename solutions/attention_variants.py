@@ -562,7 +562,7 @@ def hybrid_layer_types(n_layers: int, interval: int, other: str = "sliding_atten
 def cache_bytes(config, batch: int, length: int, bytes_per_value: int = 2) -> int:
     """Bytes that the caches of all layers hold. (Exercise)
 
-    Size: 10 minutes, difficulty 2, core.
+    Size: 15 minutes, difficulty 2, core.
 
     Args:
         config: Read by attribute: ``layer_types``, and what their kinds need of ``n_kv_heads``, ``head_dim``,
@@ -768,7 +768,7 @@ def flash_window_kernel(q, k, v, sinks, o, lse, T, S, window, scale, GROUP: tl.c
     DV: tl.constexpr, WIDTH: tl.constexpr, WIDTH_V: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):  # fmt: skip
     """Output and logsumexp of one tile of queries; the grid is (query heads, tiles of queries). (Exercise)
 
-    Size: 45 minutes, difficulty 5, stretch.
+    Size: 60 minutes, difficulty 5, stretch.
 
     Args:
         q: Pointer to the queries ``[heads, T, D]``, contiguous like all tensors here; heads are those of all batches.

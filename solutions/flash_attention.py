@@ -254,7 +254,7 @@ def flash_backward_dq_kernel(q, k, v, o, do, lse, delta, dq, T, S, scale, GROUP:
                              CAUSAL: tl.constexpr):  # fmt: skip
     """Gradient of one tile of queries; the grid is (query heads, tiles of queries). (Exercise)
 
-    Size: 45 minutes, difficulty 5, core.
+    Size: 50 minutes, difficulty 5, core.
 
     Args:
         o, do: Pointers to the output and its gradient, [heads, T, D].
@@ -305,7 +305,7 @@ def flash_backward_dkdv_kernel(q, k, v, do, lse, delta, dk, dv, T, S, scale, GRO
                              CAUSAL: tl.constexpr):  # fmt: skip
     """Gradients of one tile of keys and values; the grid is (key/value heads, tiles of keys). (Exercise)
 
-    Size: 45 minutes, difficulty 5, core.
+    Size: 60 minutes, difficulty 5, core.
 
     Args:
         do, lse, delta: Pointers to the output's gradient, the natural logsumexp and the row sums of o * do.

@@ -476,7 +476,7 @@ def run_schedule(
 ) -> Float[Tensor, ""]:  # fmt: skip
     """Run this rank's schedule for one batch, and exchange activations and gradients with the other ranks. (Exercise)
 
-    Size: 45 minutes, difficulty 5, core.
+    Size: 60 minutes, difficulty 5, core.
 
     Args:
         stages: This rank's chunks in order; chunk c of rank s of R is virtual stage ``c * R + s``.

@@ -68,8 +68,26 @@ def _show(value) -> str:
         return f"{value.real:.4g}{value.imag:+.4g}i"
     if isinstance(value, float):
         return f"{value:.4g}" if not 1e-3 < abs(value) < 1e6 else f"{value:.6g}"
-    text = repr(value)
-    return text if len(text) <= 100 else text[:60] + " … " + text[-30:]
+    return _cut(repr(value), 0)
+
+
+def _cut(text: str, at: int) -> str:
+    """A text of at most about a hundred characters that shows what stands at index ``at``."""
+    if len(text) <= 100:
+        return text
+    if at < 45:
+        return text[:60] + " … " + text[-30:]
+    tail = text[at - 15 :]
+    return text[:25] + " … " + (tail if len(tail) <= 65 else tail[:60] + " …")
+
+
+def _show_both(actual, expected) -> tuple[str, str]:
+    """Two values as text. Long texts are cut where their first difference still shows."""
+    texts = repr(actual), repr(expected)
+    if max(map(len, texts)) <= 100:
+        return _show(actual), _show(expected)
+    at = next((i for i, (a, e) in enumerate(zip(*texts, strict=False)) if a != e), min(map(len, texts)))
+    return _cut(texts[0], at), _cut(texts[1], at)
 
 
 def expect_close(actual, expected, *, atol=None, rtol=None, name="out", answer=None, read=None) -> None:
@@ -90,9 +108,8 @@ def expect_close(actual, expected, *, atol=None, rtol=None, name="out", answer=N
     if isinstance(expected, Mapping):
         _same_type(actual, Mapping, "a dict", name, answer, read)
         if set(actual) != set(expected):
-            raise Wrong(
-                "wrong keys", [("keys", f"{_show(sorted(actual))}, expected {_show(sorted(expected))}")], answer, read
-            )
+            keys = _show_both(sorted(actual), sorted(expected))
+            raise Wrong("wrong keys", [("keys", f"{keys[0]}, expected {keys[1]}")], answer, read)
         for key in expected:
             place = _item(name, key)
             expect_close(actual[key], expected[key], atol=atol, rtol=rtol, name=place, answer=answer, read=read)
@@ -240,11 +257,13 @@ def _first_difference(actual, expected, name) -> tuple[str, str, str]:
         for i, (a, e) in enumerate(zip(actual, expected, strict=False)):
             if a != e:
                 place, a_shown, e_shown = _first_difference(a, e, f"{name}[{i}]")
-                whole = f"   (whole: {_show(actual)}, expected {_show(expected)})" if len(expected) <= 12 else ""
+                both = _show_both(actual, expected)
+                whole = f"   (whole: {both[0]}, expected {both[1]})" if len(expected) <= 12 else ""
                 return place, a_shown, e_shown + ("" if "(whole" in e_shown else whole)
-        return f"len({name})", f"{len(actual)}: {_show(actual)}", f"{len(expected)}: {_show(expected)}"
+        both = _show_both(actual, expected)
+        return f"len({name})", f"{len(actual)}: {both[0]}", f"{len(expected)}: {both[1]}"
     numbers = isinstance(actual, int | float) and isinstance(expected, int | float)
-    return name, *(_apart(actual, expected) if numbers else (_show(actual), _show(expected)))
+    return name, *(_apart(actual, expected) if numbers else _show_both(actual, expected))
 
 
 def expect_true(condition, problem: str, *, answer=None, read=None) -> None:

@@ -22,6 +22,7 @@ ANSWER = inspect.getsource(tokenization.merge_pair)
 TWICE = ANSWER.replace("at += 2", "at += 1")
 ENDLESS = ANSWER.replace("at += 2", "pass")
 RECORDED = "the word is joined with spaces"
+START = "the second symbol of a merged pair comes again"
 READY_MS = 120_000  # Python's start, on a machine that does other things too
 
 
@@ -111,11 +112,11 @@ def test_the_front_page_tries_what_the_site_has():
 
 
 def test_a_recorded_run_is_a_run():
-    page = tryit("merge_pair", recorded=RECORDED).page
+    page = tryit("merge_pair", recorded=RECORDED, start=START).page
     assert "<dt>looks like</dt><dd>the word is joined with spaces" in page
     assert 'class="try-live" hidden' in page
     with pytest.raises(BookError, match="expected one"):
-        tryit("merge_pair", recorded="no such mistake")
+        tryit("merge_pair", recorded="no such mistake", start=START)
 
 
 # ---- Python for the browser ------------------------------------------------------------------------------------------
@@ -162,7 +163,7 @@ def address(tmp_path_factory):
     assets.write(folder / "_static")
     head = "<meta charset='utf-8'><meta name='viewport' content='width=device-width'><link rel='icon' href='data:,'>"
     script = f"<script src='_static/tryit/page.js' defer data-bytes='{assets.n_bytes(folder / '_static')}'></script>"
-    body = tryit("merge_pair", recorded=RECORDED).page
+    body = tryit("merge_pair", recorded=RECORDED, start=START).page
     page = f"<!doctype html><html lang='en'><head><title>Try</title>{head}{script}</head><body>{body}</body></html>"
     (folder / "index.html").write_text(page, encoding="utf-8")
 
@@ -254,7 +255,7 @@ def test_the_keyboard_writes_python_and_leaves_the_box(open_page):
     assert box.input_value().endswith("return 1\n")
     page.keyboard.press("Backspace")
     assert box.input_value().endswith("return 1")
-    for name in ("Check", "Start over"):
+    for name in ("Check", "Mend one line", "Start over"):
         page.keyboard.press("Tab")
         assert page.evaluate("() => document.activeElement.textContent").startswith(name)
         assert page.evaluate("() => getComputedStyle(document.activeElement).outlineStyle") == "solid"
@@ -269,6 +270,19 @@ def test_a_telephone_shows_all_of_it(open_page):
     )
     assert min(heights) >= 40, "large enough for a finger"
     assert page.evaluate("parseFloat(getComputedStyle(document.querySelector('textarea')).fontSize)") >= 16
+
+
+@pytest.mark.browser
+def test_one_line_can_be_mended_and_undo_brings_back_what_stood_there(open_page, made):
+    page = open_page()
+    box = page.get_by_role("textbox", name="merge_pair")
+    box.fill("mine")
+    page.get_by_role("button", name="Mend one line").click()
+    begun = box.input_value()
+    page.keyboard.press("Control+z")
+    assert box.input_value() == "mine"
+    assert "the second symbol of a merged pair comes again" in check(page, begun)
+    assert "all 13 checks pass" in check(page, begun.replace("at += 1", "at += 2", 1))
 
 
 @pytest.mark.browser

@@ -1,5 +1,7 @@
 """The expectations that tests are written with: what passes, and what each failure says."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -95,6 +97,20 @@ def test_equal_shows_the_first_difference():
         expect_equal(answer, wanted)
     assert said(expect_equal, 4, 3.0)[1]["first wrong"] == "out = 4, expected 3"  # no fault of its type
     assert said(expect_equal, np.int64(4), 3)[1]["first wrong"] == "out = np.int64(4), expected 3"
+
+
+def test_two_long_values_are_cut_where_they_differ():
+    """Of a long list, of one that is too long, of a key and of an item with a long repr, both sides show the place."""
+    found = [[("send", i, j) for j in range(3)] for i in range(6)]
+    wanted = [*found[:3], [("send", 3, 0)] * 3, *found[4:]]
+    for actual, expected in ((found, wanted), ([*range(70)], [*range(71)]), ([[8] * 50, *found], [[8] * 50, *wanted])):
+        text = said(expect_equal, actual, expected)[1]["first wrong"]
+        left, right = re.search(r"(?:whole: |len\(out\) = \d+: )(.*), expected (?:\d+: )?(.*?)\)?$", text).groups()
+        assert left != right, text
+        assert max(len(left), len(right)) <= 100
+    keys = {f"layers.{i}.weight": 0 for i in range(20)}
+    text = said(expect_close, keys, keys | {"layers.19.bias": 0})[1]["keys"]
+    assert "layers.19.bias" in text.partition(", expected ")[2]
 
 
 def test_raises_wants_the_type_and_the_mentions():

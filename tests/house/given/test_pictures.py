@@ -2,6 +2,7 @@
 
 import matplotlib.pyplot as plt
 import pytest
+import torch
 from matplotlib.figure import Figure
 
 from lib.given.models.llama import TINY
@@ -9,7 +10,15 @@ from lib.given.parallel.mail import Message
 from lib.given.parallel.pipeline import Work
 from lib.given.show import block, experts, pipeline, scales, sequences, serving
 
+TWO = torch.tensor([[1.0, 0.8], [0.8, 1.0]]), torch.tensor([0.4, 0.4])  # chapter 20's inputs and weights
+
+
+def draw_error_flow() -> Figure:
+    return scales.draw_error_flow(*TWO)
+
+
 DRAWINGS = (
+    draw_error_flow,
     experts.draw_mixture,
     pipeline.draw_chunks,
     scales.draw_granularity,
@@ -61,6 +70,11 @@ def test_an_entry_shares_its_scale_with_its_neighbours_only():
     corners = [scales.scale_of(row, column, (4, 4)) for row, column in ((3, 3), (3, 4), (4, 3), (4, 4))]
     assert corners == [0, 1, 2, 3]
     assert scales.scale_of(1, 4, (1, 4)) == 3
+
+
+def test_two_weights_take_the_three_steps_of_the_chapter():
+    places = torch.stack(scales.steps_of_two(*TWO))
+    assert torch.allclose(places, torch.tensor([[0.4, 0.4], [0.0, 0.4], [0.0, 0.72], [0.0, 1.0]]))
 
 
 def test_the_sum_of_a_pair_has_one_part_more_in_each_step_and_comes_home():

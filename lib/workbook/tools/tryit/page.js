@@ -19,13 +19,14 @@
       this.section = section;
       this.name = section.dataset.exercise;
       for (const part of ["textarea", "progress", "template"]) this[part] = section.querySelector(part);
-      for (const part of ["check", "reset", "said"]) this[part] = section.querySelector(`.try-${part}`);
+      for (const part of ["check", "mend", "reset", "said"]) this[part] = section.querySelector(`.try-${part}`);
       this.stub = this.textarea.value;
       this.key = `workbook-try-${this.name}`;
       this.textarea.value = this.stored() ?? this.stub;
       this.textarea.addEventListener("input", () => this.store(this.textarea.value));
       this.textarea.addEventListener("keydown", (event) => this.pressed(event));
       this.check.addEventListener("click", () => this.grade());
+      this.mend.addEventListener("click", () => this.fill(section.querySelector(".try-start").textContent));
       this.reset.addEventListener("click", () => this.startOver());
       this.check.textContent = `Check (loads Python, ${MB(TOTAL)} MB)`;
       section.querySelector(".try-recorded").hidden = true;
@@ -37,10 +38,15 @@
     store(text) { try { localStorage.setItem(this.key, text); } catch { /* a private window keeps nothing */ } }
 
     startOver() {
-      this.textarea.value = this.stub;
+      this.fill(this.stub);
       try { localStorage.removeItem(this.key); } catch { /* as above */ }
-      this.said.replaceChildren();
+    }
+
+    fill(text) { // as if it were typed, so that the box's undo brings back what stood there
       this.textarea.focus();
+      this.textarea.select();
+      this.insert(text);
+      this.said.replaceChildren();
     }
 
     // ---- the keyboard: Tab leaves the box; Enter and Backspace keep Python's indentation
