@@ -212,7 +212,7 @@ def _learned(d: Dirty) -> Found:
 
 
 def pair(similarity: float, rng: random.Random, n_words: int = 60) -> tuple[str, str]:
-    """Two texts of random words, together ``n_words``; both have a share of them, which is their similarity by words."""
+    """Two texts of random words, together ``n_words``; the share that both have is their similarity by words."""
     words = [f"w{rng.randrange(10**9)}" for _ in range(n_words)]
     both = round(n_words * similarity)
     half = both + (n_words - both) // 2

@@ -5,10 +5,9 @@ A killed program goes on behind the last finished part.
 """
 
 import argparse
-import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
 from itertools import chain, islice
@@ -21,7 +20,7 @@ from lib.given.data.pages import PRIME, text_hash
 from lib.given.data.parts import Clusters
 from lib.runs.data.gathering import MARKED_UP, Source, clean, package_files, suffix, texts_of_dataset
 from lib.runs.data.rules import RULES, Judged, Tally, judge
-from lib.runs.data.store import PART, Document, Lines, Store, batched, save, streamed
+from lib.runs.data.store import PART, Document, Lines, Store, batched, make_pool, save, streamed
 
 Part = Callable[[int, list[Document] | None], list[Judged]]
 """A step on one part of a store: its number and its documents, or None if an earlier run has finished the part."""
@@ -370,7 +369,7 @@ def recounted(found: list[Source], store: Store) -> list[Source]:
 def clean_all(o: argparse.Namespace, work: Path, evaluation: Sequence[str]) -> tuple[Store, list[Source], Tally]:
     """All that the command line asks for: the documents, where they come from, and what was dropped."""
     gathered = Store(work / "gathered")
-    with ProcessPoolExecutor(os.cpu_count()) as pool:
+    with make_pool() as pool:
         found = gather_all(o, gathered, pool)
         print(f"{sum(source.documents for source in found):,} documents gathered", flush=True)
         stores = [gathered, *steps_after(work, gathered, o.clean, evaluation, pool)]

@@ -35,7 +35,7 @@ def test_the_programs_steps_are_timed(tmp_path, monkeypatch):
     monkeypatch.setattr(
         data_speeds.cleaning, "through", lambda a, b, name, part: taken.append(name) or through(a, b, name, part)
     )
-    data_speeds.main(f"--documents 6 --rounds 1 --folder {tmp_path}".split())
+    data_speeds.main(f"--documents 30 --rounds 1 --folder {tmp_path}".split())
     found = load("data_speeds", tmp_path)["results"]
     assert found["datatrove"] is None
     assert list(found["steps"]) == list(dict.fromkeys(taken)) == [*data_speeds.ALONE, *data_speeds.TOGETHER]

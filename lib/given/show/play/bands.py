@@ -89,8 +89,8 @@ def figure(
         above, below = mean_promise(threshold, 1, b, r), mean_promise(0, threshold, b, r)
         return (
             f"{b} bands of {r}: {b * r} values in a signature. A pair exactly at {threshold:g} is found with a "
-            f"probability of {promise(threshold, b, r):.1%}. Of pairs spread evenly above it, {above:.1%} are found; of "
-            f"pairs spread evenly below it, {below:.1%} are compared for nothing."
+            f"probability of {promise(threshold, b, r):.1%}. Of pairs spread evenly above it, {above:.1%} are found; "
+            f"of pairs spread evenly below it, {below:.1%} are compared for nothing."
         )
 
     bands_ = _control("bands", "bands", n_bands, n_bands.index(16) if 16 in n_bands else 0)
