@@ -134,9 +134,13 @@ def theirs_lines(texts: Texts, pool: Executor) -> None:
 def competitors(name: str, texts: Texts, pool: Executor) -> dict[str, Callable[[], None]]:
     """Who does a step, by name."""
     ours = ours_together if name in TOGETHER else ours_alone
-    found = {"ours": partial(ours, name, texts, pool)}
+    found: dict[str, Callable[[], None]] = {"ours": partial(ours, name, texts, pool)}
     if find_spec("datatrove"):
-        theirs = {"copies": theirs_copies, "lines": theirs_lines, "evaluation": None}
+        theirs: dict[str, Callable[[Texts, Executor], None] | None] = {
+            "copies": theirs_copies,
+            "lines": theirs_lines,
+            "evaluation": None,
+        }
         other = theirs.get(name, partial(theirs_alone, name))
         found |= {"datatrove": partial(other, texts, pool)} if other else {}
     return found
