@@ -1,21 +1,17 @@
-"""Measure the steps of chapter 26: documents a second on a CPU, and what each filter buys in held-out bits per byte.
+"""Measure what each of chapter 26's filters buys in held-out bits per byte.
 
 ``python -m lib.bench.data`` needs one GPU, some minutes and no network: its text is the sources and documents of the
-Python packages that are installed. ``python -m lib.bench.data speeds --device cpu`` needs no GPU;
-``--device cpu --tiny`` tries all of it. It writes ``chapters/measurements/data.json``.
+Python packages that are installed. ``--device cpu --tiny`` tries it. It writes ``chapters/measurements/data.json``.
 
-1. Time each step, one process, beside datatrove's filter of the same rules where datatrove is installed.
-2. Put known dirt into the text, and predict by chapter 22's law what each filter will save.
-3. Train GPT-2s of three sizes on bytes, for the same budget, without a filter, with each alone, and with all.
+1. Put known dirt into the text, and predict by chapter 22's law what each filter will save.
+2. Train GPT-2s of three sizes on bytes, for the same budget, without a filter, with each alone, and with all.
 """
 
 import argparse
-import json
 import math
 import random
 import sysconfig
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,19 +21,7 @@ import torch
 
 from lib.bench.kit import record
 from lib.bench.optimizers import ENDINGS, HELD_OUT, adamw
-from lib.data import (
-    ShardReader,
-    c4_clean,
-    contaminated_spans,
-    deduplicate_lines,
-    extract_text,
-    gopher_quality,
-    mask_pii,
-    minhash_signature,
-    near_duplicates,
-    normalize,
-    write_shards,
-)
+from lib.data import ShardReader, deduplicate_lines, gopher_quality, near_duplicates, write_shards
 from lib.demos import data as runs
 from lib.fast import models as fast
 from lib.given.data.record import MEASUREMENTS, load
@@ -109,46 +93,6 @@ FILTERS: dict[str, Callable[[list[str]], list[str]]] = {
 }
 
 
-def speeds(o: argparse.Namespace) -> dict[str, Any]:
-    """Documents and megabytes a second of each step, in one process."""
-    dirty = runs.dirty()
-    texts, pages = dirty.texts * o.rounds, dirty.pages * o.rounds
-    steps: dict[str, Callable[[], Any]] = {
-        "extract_text": lambda: [extract_text(page) for page in pages],
-        "gopher_quality": lambda: [gopher_quality(text) for text in texts],
-        "c4_clean": lambda: [c4_clean(text) for text in texts],
-        "mask_pii": lambda: [mask_pii(text) for text in texts],
-        "normalize": lambda: [normalize(text) for text in texts],
-        "deduplicate_lines": lambda: deduplicate_lines(texts),
-        "minhash_signature": lambda: [minhash_signature(text) for text in texts],
-        "contaminated_spans": lambda: contaminated_spans(texts, runs.SENTENCES),
-        **_datatrove(texts),
-    }
-    found = {}
-    for name, step in steps.items():
-        begin = time.perf_counter()
-        step()
-        seconds = time.perf_counter() - begin
-        size = sum(map(len, pages if name == "extract_text" else texts))
-        found[name] = {"documents_per_s": len(texts) / seconds, "megabytes_per_s": size / seconds / 1e6}
-        print(f"{name:32} {found[name]['documents_per_s']:10,.0f} documents/s", flush=True)
-    return found
-
-
-def _datatrove(texts: list[str]) -> dict[str, Callable[[], Any]]:
-    """Its filters of the same rules; none where it is not installed."""
-    try:
-        from datatrove.data import Document
-        from datatrove.pipeline.filters import C4QualityFilter, GopherQualityFilter
-    except ImportError:
-        return {}
-    filters = {"datatrove, Gopher": GopherQualityFilter(), "datatrove, C4": C4QualityFilter()}
-    return {
-        name: lambda judge=judge: [judge.filter(Document(text=text, id=str(i))) for i, text in enumerate(texts)]
-        for name, judge in filters.items()
-    }
-
-
 def prediction(kept: dict[str, list[str]], o: argparse.Namespace) -> dict[str, float]:
     """Bits per byte that chapter 22's law says each filter saves, with the share of bytes that it removed."""
     corpus = load("scaling_laws")["results"]["corpus"]
@@ -208,12 +152,8 @@ def gains(o: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-PARTS = {"speeds": speeds, "gains": gains}
-
-
 def main(arguments: list[str] | None = None) -> None:
     parser = ProgramParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", choices=(*PARTS, []), default=[], help="by default both")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="one model only, to try the program")
     parser.add_argument("--steps", type=whole(1), default=1600, help="steps of each training")
@@ -221,18 +161,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--length", type=whole(16), default=1024, help="bytes in a sequence")
     parser.add_argument("--lr", type=positive, default=1e-3, help="the largest rate")
     parser.add_argument("--eval-rows", type=whole(1), default=512, help="held-out sequences")
-    parser.add_argument("--rounds", type=whole(1), default=4, help="how often the documents are repeated for speeds")
     parser.add_argument("--megabytes", type=positive, default=60, help="text that is read at most, before dirt")
     parser.add_argument("--folder", type=Path, default=MEASUREMENTS, help="where the record is written")
     o = parser.parse_args(arguments)
     settings = {name: getattr(o, name) for name in ("tiny", "steps", "batch", "length", "lr", "megabytes", "device")}
-    results: dict[str, Any] = {"settings": settings}
-    old = o.folder / "data.json"
-    if old.exists() and (kept := json.loads(old.read_text(encoding="utf-8"))["results"])["settings"] == settings:
-        results = kept
-    for part in o.parts or PARTS:
-        results |= {part: PARTS[part](o)}
-        record("data", results, o.folder)
+    record("data", {"settings": settings, "gains": gains(o)}, o.folder)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 import html
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -211,19 +211,36 @@ def _learned(d: Dirty) -> Found:
     return _sets("QualityClassifier, held out", "spam", d.spam & set(held), found)
 
 
+def pair(similarity: float, rng: random.Random, n_words: int = 60) -> tuple[str, str]:
+    """Two texts of random words, together ``n_words``; the share that both have is their similarity by words."""
+    words = [f"w{rng.randrange(10**9)}" for _ in range(n_words)]
+    both = round(n_words * similarity)
+    half = both + (n_words - both) // 2
+    return " ".join(words[:half]), " ".join(words[:both] + words[half:])
+
+
 def measured_curve(n_bands: int, n_hashes: int, similarities: Sequence[float], n_pairs: int = 60) -> list[float]:
     """The share of pairs of each similarity that agree in a whole band; their shingles are random words."""
     found, rng = [], random.Random(0)
     for similarity in similarities:
         hits = 0
         for _ in range(n_pairs):
-            both = round(60 * similarity)
-            words = [f"w{rng.randrange(10**9)}" for _ in range(60)]
-            half = both + (60 - both) // 2
-            one, two = words[:half], words[:both] + words[half:]
-            a, b = (minhash_signature(" ".join(text), n_hashes, 1).reshape(n_bands, -1) for text in (one, two))
+            texts = pair(similarity, rng)
+            a, b = (minhash_signature(text, n_hashes, 1).reshape(n_bands, -1) for text in texts)
             hits += bool((a == b).all(1).any())
         found.append(hits / n_pairs)
+    return found
+
+
+def found_pairs(
+    near_duplicates: Callable, n_bands: int, n_hashes: int, threshold: float, highest: float, n_pairs: int = 400
+) -> int:
+    """How many pairs ``near_duplicates`` links, of similarities spread evenly from the threshold to the highest."""
+    rng, found = random.Random(1), 0
+    for i in range(n_pairs):
+        similarity = threshold + (highest - threshold) * i / n_pairs
+        texts = pair(similarity, rng, 100)
+        found += bool(near_duplicates(texts, threshold, n_hashes, n_bands, 1))
     return found
 
 

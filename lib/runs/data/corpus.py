@@ -6,7 +6,7 @@ import os
 import shutil
 from array import array
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor
+from concurrent.futures import Executor
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
@@ -16,7 +16,7 @@ import numpy as np
 
 from lib.given.data.shards import open_shards
 from lib.runs.data.gathering import Source, digest_of
-from lib.runs.data.store import Lines, Store, batched, save, streamed
+from lib.runs.data.store import Lines, Store, batched, make_pool, save, streamed
 
 END = "<|endoftext|>"
 WORK = "work"
@@ -198,7 +198,7 @@ def write(folder: Path, store: Store, found: list[Source], form: Form, **beside:
         )
     save(folder / "merges.json", learned.read_bytes())
     merges = read_merges(folder)
-    with ProcessPoolExecutor(initializer=_load, initargs=(merges,)) as pool:
+    with make_pool(_load, merges) as pool:
         rows = [encoded(folder / WORK / name, part, pool) for name, part in zip(("train", "held"), parts, strict=True)]
     counts = [sum(path.stat().st_size // 2 for path in paths) for paths in rows]
     facts: dict[str, Any] = {

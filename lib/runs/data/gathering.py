@@ -3,7 +3,6 @@
 import gzip
 import hashlib
 import lzma
-import os
 import re
 import struct
 import subprocess
@@ -12,14 +11,13 @@ import tempfile
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
 from itertools import chain, islice
 from pathlib import Path
 
-from lib.runs.data.store import Document, batched, streamed
+from lib.runs.data.store import Document, batched, make_pool, streamed
 
 PACKAGES = (
     "debian-handbook", "debian-policy", "debian-reference-en", "developers-reference", "emacs-el", "fortunes",
@@ -273,7 +271,7 @@ def documents_of_packages(
     """Documents of Debian packages, at most ``most`` characters of each; ``found`` gets a `Source` for each package."""
     seen = Seen()
     for name in dict.fromkeys(names):
-        with package_files(name) as (source, each), ProcessPoolExecutor(os.cpu_count()) as workers:
+        with package_files(name) as (source, each), make_pool() as workers:
             found.append(source)
             batches = streamed(workers, _clean, batched(each, lambda item: len(item[1])))
             for cleaned in chain.from_iterable(batches):

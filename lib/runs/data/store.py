@@ -1,9 +1,12 @@
 """Documents on disk, in files that are finished or absent, so that a killed program goes on behind the last one."""
 
 import json
+import os
+import threading
+import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import Executor
+from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -63,6 +66,27 @@ def streamed(
     finally:
         for future in waiting:
             future.cancel()
+
+
+def make_pool(begin: Callable[..., None] | None = None, *args: Any) -> ProcessPoolExecutor:
+    """A process for each core. They end when this program is killed: with its open files they hold its lock.
+
+    Args:
+        begin: Called once in each process, with ``args``.
+    """
+    return ProcessPoolExecutor(os.cpu_count(), initializer=_begin, initargs=(begin, args))
+
+
+def _begin(begin: Callable[..., None] | None, args: tuple) -> None:
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    if begin:
+        begin(*args)
+
+
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(0.1)
+    os._exit(1)
 
 
 class Store:

@@ -13,6 +13,8 @@ import torch
 from lib.given.models.laws import BESIROGLU, HOFFMANN
 from lib.given.models.scaling import XXL, Bandwidths, FFNConfig
 from lib.given.parallel.pipeline import idle_share, most_kept, n_messages
+from lib.given.show.play.bands import SIMILARITIES, agreements, mean_promise
+from lib.given.show.play.bands import figure as bands_figure
 from lib.given.show.play.batching import figure as batching_figure
 from lib.given.show.play.batching import requests as batched_requests
 from lib.given.show.play.batching import steps_of
@@ -20,6 +22,8 @@ from lib.given.show.play.capacity import figure as capacity_figure
 from lib.given.show.play.clocks import figure as clocks_figure
 from lib.given.show.play.flash_tiles import figure as tiles_figure
 from lib.given.show.play.flash_tiles import hidden, moments, scores_and_values
+from lib.given.show.play.intervals import figure as intervals_figure
+from lib.given.show.play.intervals import scores as answers
 from lib.given.show.play.isoflop import figure as isoflop_figure
 from lib.given.show.play.pairs import figure as pairs_figure
 from lib.given.show.play.planner import figure as planner_figure
@@ -38,6 +42,8 @@ from lib.given.show.rings import ring_states
 from lib.workbook.book.catalog import ROOT
 from solutions.attention_variants import cache_bytes, sliding_window_mask
 from solutions.context_parallel import zigzag_indices
+from solutions.data import minhash_signature
+from solutions.evaluation import paired_difference, wilson_interval
 from solutions.flash_attention import online_softmax_update
 from solutions.fsdp import memory_per_device
 from solutions.linear_attention import delta_rule_recurrent, linear_attention_recurrent
@@ -84,6 +90,8 @@ FIGURES = {
     "batching": batching_figure(Scheduler, (8, 16), (12, 40)),
     "state": state_figure(linear_attention_recurrent, delta_rule_recurrent),
     "isoflop": isoflop_figure(compute_optimal, {"replication": BESIROGLU, "paper": HOFFMANN}, range(17, 27)),
+    "bands": bands_figure(minhash_signature, (8, 16), (4, 7, 8), (0.4, 0.8)),
+    "intervals": intervals_figure(wilson_interval, paired_difference, (200, 1000), (0.01, 0.02), (0.1, 0.4)),
     "windows": windows_figure(sliding_window_mask, cache_bytes),
 }
 CHAPTERS = {
@@ -97,7 +105,9 @@ CHAPTERS = {
     "capacity": "19_moe",
     "scales": "20_low_precision",
     "spectrum": "25_optimizers",
+    "bands": "26_data",
     "batching": "21_serving",
+    "intervals": "27_evaluation",
     "isoflop": "22_scaling_laws",
     "state": "24_linear_attention",
     "windows": "23_attention_variants",
@@ -239,6 +249,26 @@ def test_the_capacitys_sentence():
     assert sum(asked) == 48
     assert "room for 8" in text
     assert "No assignment is dropped" not in text
+
+
+def test_the_bands_sentence_and_the_signatures_keep_the_promise():
+    text = said("bands", bands=16, rows=8, threshold=0.8)
+    assert "128 values" in text
+    assert "at 0.8 is found with a probability of 94.7%" in text
+    assert f"{sum(1 - (1 - (0.8 + i / 5000) ** 8) ** 16 for i in range(1000)) / 1000:.1%} are found" in text
+    agree = agreements(minhash_signature, 16 * 7).reshape(19, 60, 16, 7).all(-1).any(-1).mean(-1)
+    expected = [mean_promise(s, s, 16, 7) for s in SIMILARITIES]
+    assert all(abs(a - p) < 4 * (p * (1 - p) / 60 + 1 / 3600) ** 0.5 for a, p in zip(agree, expected, strict=True))
+
+
+def test_the_intervals_sentence_is_what_the_chapters_functions_say():
+    better, weaker = answers(1000, 0.02, 0.1)
+    assert (len(better), sum(better), sum(weaker)) == (1000, 720, 700)
+    assert sum(x != y for x, y in zip(better, weaker, strict=True)) == 100
+    _, _, low, high = paired_difference(better, weaker)
+    text = said("intervals", questions=1000, gain=0.02, apart=0.1)
+    assert f"from {low * 100:+.1f} to {high * 100:+.1f}, which is more than noise" in text
+    assert "do not decide" in said("intervals", questions=1000, gain=0.02, apart=0.4)
 
 
 @pytest.mark.parametrize("exponent", [-20, -12, 0])

@@ -1,9 +1,11 @@
 """Figures that one can play with, on the book's pages and in a notebook; ``player`` says how they are made."""
 
+from lib.given.show.play.bands import bands
 from lib.given.show.play.batching import batching
 from lib.given.show.play.capacity import capacity
 from lib.given.show.play.clocks import clocks
 from lib.given.show.play.flash_tiles import tiles
+from lib.given.show.play.intervals import intervals
 from lib.given.show.play.isoflop import isoflop
 from lib.given.show.play.pairs import pairs
 from lib.given.show.play.planner import planner
@@ -16,9 +18,11 @@ from lib.given.show.play.windows import windows
 from lib.given.show.play.zero import zero
 
 __all__ = [
+    "bands",
     "batching",
     "capacity",
     "clocks",
+    "intervals",
     "isoflop",
     "pairs",
     "planner",
