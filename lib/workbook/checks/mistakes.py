@@ -3,15 +3,17 @@
 A test must catch it, and the diagnosis must name it.
 """
 
+from pathlib import Path
+
 import pytest
 from _pytest.runner import CallInfo
 
 from lib.workbook.checks import diagnosis
+from lib.workbook.grading import firsts
 from lib.workbook.grading.likeness import Outcome, looks_like
 from lib.workbook.grading.mistakes import Mistake, mistakes_of
 
-# In pytest's own cache: the test that caught each mistake last time, and is therefore tried first now.
-CACHE = "workbook/caught-by"
+FIRST = "first failure"  # a report's property, for the record
 
 
 class MistakeItem(pytest.Item):
@@ -28,17 +30,35 @@ class MistakeItem(pytest.Item):
                 raise AssertionError(f"{test.name} did not grade the mistake: {outcome.error}")
             if not outcome.passed:
                 self.add_report_section("call", "caught", f"{test.name}: {outcome.error!r}"[:2000])
-                self.user_properties.append((CACHE, test.name))
-                self._is_named(test, outcome)
+                self._is_recorded(test, outcome)
+                if not self.config.option.record:
+                    self._is_named(test, outcome)
                 return
         raise AssertionError(f"no test catches the mistake of {self.mistake.name}: {self.mistake.sentence}")
+
+    def _is_recorded(self, test, outcome: Outcome) -> None:
+        """Raises AssertionError if the chapter's record says otherwise how the mistake fails first."""
+        wrong, drawn = self.mistake, firsts.NOT_COMPARED
+        if diagnosis.is_diagnosable(outcome) and not test.get_closest_marker("memory_limit"):
+            drawn = firsts.sketch(outcome)
+        self.user_properties.append((FIRST, (wrong.module, wrong.name, firsts.short(wrong), test.name, drawn)))
+        check, known = firsts.first_failures([wrong]).get(wrong.key, (test.name, drawn))
+        if not self.config.option.record and (
+            check != test.name or (drawn != known and not firsts.are_like(drawn, known))
+        ):
+            raise AssertionError(
+                f"{firsts.record_path(wrong.module)} is old: the mistake fails {test.name} first ({drawn}), not {check}"
+                f" ({known})\n  renew it with: pytest --mistakes --record {test.path.parent} -k {wrong.name}"
+            )
 
     def _is_named(self, test, outcome: Outcome) -> None:
         """Raises AssertionError unless the diagnosis is the mistake's own sentence."""
         if not diagnosis.is_diagnosable(outcome) or test.get_closest_marker("memory_limit"):
             return
         others = comparable(self.tests, test)
-        known = [m for m in mistakes_of(self.mistake.module, self.mistake.name) if self._gets_as_far(m, test, others)]
+        known = mistakes_of(self.mistake.module, self.mistake.name)
+        known = firsts.candidates(known, test.name, outcome, {other.name for other in self.tests if other is not test})
+        known = [m for m in known if self._gets_as_far(m, test, others)]
         try_answer = lambda check: self.trials.of_mistake(self.mistake, check)
         said = looks_like(test, outcome, others, known, try_answer, self.trials.of_mistake, confirmed_by=0)
         if said != self.mistake.sentence:
@@ -75,31 +95,15 @@ def comparable(tests: list, failing) -> list:
     return sorted(quick, key=lambda t: "ranks" in t.fixturenames)
 
 
-def items(tests_by_exercise: dict, config, run) -> list[MistakeItem]:
-    """One item for each mistake of the exercises whose tests were collected."""
-    caught_by = config.cache.get(CACHE, {}) if hasattr(config, "cache") else {}
+def items(tests_by_exercise: dict, run) -> list[MistakeItem]:
+    """One item for each mistake of the exercises whose tests were collected; it tries them in a learner's order."""
     made = []
     for exercise, tests in tests_by_exercise.items():
-        trials = diagnosis.Trials(run)
-        for nth, wrong in enumerate(mistakes_of(exercise.module, exercise.name), start=1):
+        trials, tests = diagnosis.Trials(run), [test for test in tests if not test.get_closest_marker("skip")]
+        for nth, wrong in enumerate(mistakes_of(exercise.module, exercise.name) if tests else [], start=1):
             name = f"{exercise.name}[{nth}-{wrong.label}]"  # its code is made when it is tried
-            ordered = _likely_first(tests, caught_by.get(f"{tests[0].parent.nodeid}::{name}"))
-            made.append(
-                MistakeItem.from_parent(tests[0].parent, name=name, mistake=wrong, tests=ordered, trials=trials)
-            )
+            made.append(MistakeItem.from_parent(tests[0].parent, name=name, mistake=wrong, tests=tests, trials=trials))
     return made
-
-
-def _likely_first(tests: list, catcher: str | None) -> list:
-    """The same tests in another order: first the one that caught the mistake last time,
-    at the end those with ranks or long limits.
-    """
-
-    def place(test):
-        takes_long = test.get_closest_marker("memory_limit") or test.get_closest_marker("time_limit")
-        return test.name != catcher, "ranks" in test.fixturenames, takes_long is not None
-
-    return sorted(tests, key=place)
 
 
 def scheduler(config, log):
@@ -115,13 +119,9 @@ def scheduler(config, log):
     return ByExercise(config, log)
 
 
-def remember(config, reports: list) -> None:
-    """Store in pytest's cache which test caught each mistake."""
-    found: dict[str, float] = {}
-    for report in reports:
-        found |= {f"{report.nodeid}": t for key, t in report.user_properties if key == CACHE}
-    if found and hasattr(config, "cache"):
-        config.cache.set(CACHE, config.cache.get(CACHE, {}) | found)
+def record(reports: list) -> list[Path]:
+    """Write the record of first failures from the reports of all processes, and return its files."""
+    return firsts.write([value for one in reports for key, value in one.user_properties if key == FIRST])
 
 
 def run_item(item: MistakeItem) -> None:

@@ -3,6 +3,7 @@ or in pytest's own process.
 """
 
 import contextlib
+import itertools
 import os
 import signal
 import sys
@@ -21,6 +22,7 @@ from lib.workbook.checks.diagnosis import Trials
 from lib.workbook.checks.report import CheckReport, RaisedInAnswer
 from lib.workbook.checks.state import Shared
 from lib.workbook.checks.summary import Marks
+from lib.workbook.grading import firsts
 from lib.workbook.grading.cases import BOARD, case
 from lib.workbook.grading.likeness import Outcome, looks_like
 from lib.workbook.grading.mistakes import mistakes_of
@@ -46,6 +48,8 @@ class Runner:
     def __init__(self, config, marks: Marks):
         self.config, self.option, self.marks = config, config.option, marks
         self.is_quiet = False
+        self.checks: list = []  # all that were collected
+        self.passed: set[str] = set()  # names of the checks that the answer passed in this child
         self.shared: Shared | None = None  # the shared settings as they were before the check
 
     def world_of(self, exercise: Exercise) -> str:
@@ -56,8 +60,7 @@ class Runner:
 
     def work(self, index: int):
         """Run one check; yield its reports and then, if there is a diagnosis, the same reports with the diagnosis."""
-        session = self.config.pluginmanager.getplugin("session")
-        item = session.items[index]
+        item = self.checks[index]
         exercise, limit = item.stash[EXERCISE], limit_of(item, "memory_limit", None)
         if self.option.no_prompt:
             sys.breakpointhook = _no_prompt
@@ -81,10 +84,12 @@ class Runner:
             told.put_on(last)
         for one in reports:
             one.sections = [(name, _shortened(text)) for name, text in map(_without_noise, one.sections) if text]
+        if all(one.passed for one in reports):
+            self.passed.add(item.name)
         to_data = self.config.hook.pytest_report_to_serializable
         yield [to_data(config=self.config, report=one) for one in reports]
         if last.failed and told.state == "wrong" and not limit and not changed and self._is_first(exercise):
-            said = self._diagnosis(session, item, exercise)
+            said = self._diagnosis(item, exercise)
             if said:
                 told.rows.append(("looks like", said))
                 told.put_on(last)
@@ -96,23 +101,30 @@ class Runner:
         self.marks.note_failure(exercise.module, exercise.name)
         return seen == 0
 
-    def _diagnosis(self, session, item, exercise: Exercise) -> str:
+    def _diagnosis(self, item, exercise: Exercise) -> str:
         outcome = item.stash.get(OUTCOME, None)
-        known = mistakes_of(exercise.module, exercise.name)
-        if outcome is None or not known or not diagnosis.is_diagnosable(outcome):
+        if outcome is None or not diagnosis.is_diagnosable(outcome):
             return ""
-        others = [
-            i for i in session.items if i.stash.get(EXERCISE, None) == exercise and not i.get_closest_marker("skip")
+        checks = [
+            i for i in self.checks if i.stash.get(EXERCISE, None) == exercise and not i.get_closest_marker("skip")
         ]
+        later = {i.name for i in checks[checks.index(item) + 1 :]}
+        known = mistakes_of(exercise.module, exercise.name)
+        rivals = firsts.candidates(known, item.name, outcome, self.passed | later)
         with_ranks = "ranks" in item.fixturenames
         takes_long = with_ranks or item.get_closest_marker("time_limit")
         trials = Trials(self.outcome_of, diagnosis.LONG_DIAGNOSIS_S if takes_long else diagnosis.DIAGNOSIS_S)
         trials.know(item, outcome)
-        others = [] if with_ranks else mistakes.comparable([i for i in others if "ranks" not in i.fixturenames], item)
+        for key, check in itertools.product(["", *firsts.first_failures(rivals)], checks):
+            if check.name in self.passed:  # which no such rival fails, or it would have been ruled out
+                trials.know(check, Outcome(None), key)
+        others = [] if with_ranks else mistakes.comparable([i for i in checks if "ranks" not in i.fixturenames], item)
         try:
-            return looks_like(item, outcome, others, known, trials.of_answer, trials.of_mistake)
+            return looks_like(
+                item, outcome, others, rivals, trials.of_answer, trials.of_mistake, on_certain=trials.hurry
+            )
         except TimeLimit:
-            return ""
+            return trials.certain
         finally:
             boundary.forget_reference(exercise.module)
 

@@ -90,6 +90,7 @@ def looks_like(
     try_answer: Callable[[object], Outcome],
     try_mistake: Callable[[Any, object], Outcome],
     confirmed_by: int = CONFIRMED_BY,
+    on_certain: Callable[[str], None] = lambda sentence: None,
 ) -> str:
     """The sentence of the mistake that the answer makes; empty if no mistake is certain.
 
@@ -102,12 +103,17 @@ def looks_like(
         try_mistake: Runs a check on a mistake.
         confirmed_by: How many checks to try although a single sentence remains.
             None are needed if the answer is itself one of ``mistakes``: it agrees with itself on every check.
+        on_certain: Called with the only sentence that remains for an answer with the same wrong numbers, before another
+            check is tried: only a check that the answer passes and the mistake fails can take it back.
     """
     candidates = [m for m in mistakes if try_mistake(m, failing).is_like(first)]
     unlike: set[str] = set()
     for n_tried, check in enumerate(others if candidates else []):
-        if n_tried >= confirmed_by and len({m.sentence for m in candidates}) == 1:
+        sentences = {m.sentence for m in candidates}
+        if n_tried >= confirmed_by and len(sentences) == 1:
             break
+        if len(sentences) == 1 and first.is_telling:
+            on_certain(*sentences)
         answer = try_answer(check)
         outcomes = {m.key: try_mistake(m, check) for m in candidates}
         candidates = [m for m in candidates if outcomes[m.key].passed or not answer.passed]
