@@ -208,7 +208,7 @@ def test_how_each_mistake_fails_first_is_recorded_compared_and_used(book):
     assert [len(sketches) for sketches in record["double"].values()] == [2]
     assert set(record["Tally"]) == {"test_Tally_counts"}
     live = book.pytest("--mistakes", "--live", "0", "tests").out
-    assert "5 mistakes: 5 named, 0 named as another, 0 not named" in live
+    assert "5 mistakes: 4 named, 0 named as another, 1 not named" in live  # a check of memory is not diagnosed
     sketches = record["double"].pop("test_double_by_hand")
     file.write_text(json.dumps(record | {"double": {"test_double_refuses_too_much": sketches}}))
     done = book.pytest("--mistakes", "tests/chapter_01")
