@@ -1,13 +1,15 @@
 """Runs checks again, on the answer and on the known mistakes, so that `looks_like` can compare how they end."""
 
 import contextlib
+import itertools
 import os
 import time
 from collections.abc import Callable, Iterator
 
 from lib.workbook.checks.alarm import TimeLimit, alarm
+from lib.workbook.grading import firsts
 from lib.workbook.grading.cases import BOARD
-from lib.workbook.grading.likeness import Outcome
+from lib.workbook.grading.likeness import Outcome, looks_like
 from lib.workbook.grading.mistakes import Mistake, standing_in
 
 DIAGNOSIS_S = 4.0  # for all known mistakes together
@@ -56,6 +58,40 @@ class Trials:
                 raise outcome.error  # pytest has caught it, but it says nothing about the check
             self.seen[key, check.nodeid] = outcome
         return self.seen[key, check.nodeid]
+
+
+def diagnose(failing, first: Outcome, checks: list, passed: set[str], known: list[Mistake], run) -> tuple[str, str]:
+    """The sentence of the known mistake that an answer makes, within seconds; without one, the reason.
+
+    Args:
+        failing: The check that the answer failed first.
+        first: How it failed.
+        checks: All checks of the exercise, in their order.
+        passed: Names of the checks that the answer passed before.
+        known: The exercise's mistakes.
+        run: Runs a check once more.
+    """
+    with_ranks = "ranks" in failing.fixturenames
+    takes_long = with_ranks or failing.get_closest_marker("time_limit")
+    trials = Trials(run, LONG_DIAGNOSIS_S if takes_long else DIAGNOSIS_S)
+    later = {check.name for check in checks[checks.index(failing) + 1 :]}
+    rivals = firsts.candidates(known, failing.name, first, passed | later)
+    trials.know(failing, first)
+    for key, check in itertools.product(["", *firsts.first_failures(rivals)], checks):
+        if check.name in passed:  # by the rivals too, or they would be ruled out
+            trials.know(check, Outcome(None), key)
+    others = [] if with_ranks else comparable([c for c in checks if "ranks" not in c.fixturenames], failing)
+    try:
+        said = looks_like(failing, first, others, rivals, trials.of_answer, trials.of_mistake, on_certain=trials.hurry)
+    except TimeLimit:
+        return trials.certain, "the time is over"
+    return said, f"none or several of {len(rivals)} mistakes agree with it"
+
+
+def comparable(checks: list, failing) -> list:
+    """The checks that tell candidates apart: the quick ones, those without ranks first."""
+    quick = [c for c in checks if c is not failing and not c.get_closest_marker("memory_limit")]
+    return sorted(quick, key=lambda c: "ranks" in c.fixturenames)
 
 
 def is_diagnosable(outcome: Outcome) -> bool:

@@ -29,18 +29,18 @@ class LiveItem(pytest.Item):
     def runtest(self):
         os.environ[MISTAKE] = self.mistake.key
         try:
-            ended, failed, said, seconds = self._graded()
+            why, failed, said, seconds = self._graded()
         finally:
             os.environ[MISTAKE] = ""
             self.checks.close_child()
         what = NONE if not said else OWN if said == self.mistake.sentence else OTHER
-        self.user_properties.append(("live", (what, round(seconds, 3), self.nodeid, failed, ended or said)))
+        self.user_properties.append(("live", (what, round(seconds, 3), self.nodeid, failed, why or said)))
         assert what != OTHER, f"{failed}: {self.mistake.sentence!r} is taken for {said!r}"
 
     def _graded(self) -> tuple[str, str, str, float]:
-        """How the child ended if it did, the check that failed, the sentence, and seconds from failure to sentence."""
+        """Why no mistake was named, the check that failed, the sentence, and seconds from failure to sentence."""
         for check in self.tests:
-            failed_at, said = 0.0, ""
+            failed_at, said, why = 0.0, "", ""
             for sent in self.checks.sent_by_child(check, self.mistake.module, self.mistake.key, "reference"):
                 if isinstance(sent, Ended):
                     return sent.why, check.name, "", 0.0
@@ -48,9 +48,9 @@ class LiveItem(pytest.Item):
                 if any(one.failed for one in reports):
                     failed_at = failed_at or time.monotonic()
                     rows = next(CheckReport.of(one).rows for one in reports if one.failed)
-                    said = dict(rows).get("looks like", "")
+                    said, why = dict(rows).get("looks like", ""), dict(rows).get("not named", "not diagnosed")
             if failed_at:
-                return "", check.name, said, time.monotonic() - failed_at
+                return "" if said else why, check.name, said, time.monotonic() - failed_at
         raise AssertionError(f"no check catches the mistake: {self.mistake.sentence}")
 
     def repr_failure(self, excinfo, style=None):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from _pytest.runner import CallInfo
 
+from lib.workbook.book.catalog import ROOT
 from lib.workbook.checks import diagnosis
 from lib.workbook.grading import firsts
 from lib.workbook.grading.likeness import Outcome, looks_like
@@ -46,16 +47,17 @@ class MistakeItem(pytest.Item):
         if not self.config.option.record and (
             check != test.name or (drawn != known and not firsts.are_like(drawn, known))
         ):
+            path = firsts.record_path(wrong.module).relative_to(ROOT)
             raise AssertionError(
-                f"{firsts.record_path(wrong.module)} is old: the mistake fails {test.name} first ({drawn}), not {check}"
-                f" ({known})\n  renew it with: pytest --mistakes --record {test.path.parent} -k {wrong.name}"
+                f"{path} is old: the mistake fails {test.name} first ({drawn}), not {check}"
+                f" ({known})\n  renew it with: pytest --mistakes --record {path.parent} -k {wrong.name}"
             )
 
     def _is_named(self, test, outcome: Outcome) -> None:
         """Raises AssertionError unless the diagnosis is the mistake's own sentence."""
         if not diagnosis.is_diagnosable(outcome) or test.get_closest_marker("memory_limit"):
             return
-        others = comparable(self.tests, test)
+        others = diagnosis.comparable(self.tests, test)
         known = mistakes_of(self.mistake.module, self.mistake.name)
         known = firsts.candidates(known, test.name, outcome, {other.name for other in self.tests if other is not test})
         known = [m for m in known if self._gets_as_far(m, test, others)]
@@ -87,12 +89,6 @@ class MistakeItem(pytest.Item):
 
 class Unfit(Exception):
     """A test could not grade a mistake, and the book is at fault."""
-
-
-def comparable(tests: list, failing) -> list:
-    """The checks that tell candidates apart: the quick ones, those without ranks first."""
-    quick = [t for t in tests if t is not failing and not t.get_closest_marker("memory_limit")]
-    return sorted(quick, key=lambda t: "ranks" in t.fixturenames)
 
 
 def items(tests_by_exercise: dict, run) -> list[MistakeItem]:

@@ -3,7 +3,6 @@ or in pytest's own process.
 """
 
 import contextlib
-import itertools
 import os
 import signal
 import sys
@@ -15,16 +14,14 @@ from _pytest.runner import runtestprotocol
 from lib.ranks.noise import meaningful
 from lib.workbook.book import boundary
 from lib.workbook.book.catalog import Exercise
-from lib.workbook.checks import diagnosis, mistakes, report
-from lib.workbook.checks.alarm import TimeLimit, alarm
+from lib.workbook.checks import diagnosis, report
+from lib.workbook.checks.alarm import alarm
 from lib.workbook.checks.child import peak_mb
-from lib.workbook.checks.diagnosis import Trials
 from lib.workbook.checks.report import CheckReport, RaisedInAnswer
 from lib.workbook.checks.state import Shared
 from lib.workbook.checks.summary import Marks
-from lib.workbook.grading import firsts
 from lib.workbook.grading.cases import BOARD, case
-from lib.workbook.grading.likeness import Outcome, looks_like
+from lib.workbook.grading.likeness import Outcome
 from lib.workbook.grading.mistakes import mistakes_of
 
 TIME_LIMIT_S = 10.0
@@ -89,9 +86,9 @@ class Runner:
         to_data = self.config.hook.pytest_report_to_serializable
         yield [to_data(config=self.config, report=one) for one in reports]
         if last.failed and told.state == "wrong" and not limit and not changed and self._is_first(exercise):
-            said = self._diagnosis(item, exercise)
-            if said:
-                told.rows.append(("looks like", said))
+            said, why = self._diagnosis(item, exercise)
+            if said or self.option.live is not None:
+                told.rows.append(("looks like", said) if said else ("not named", why))
                 told.put_on(last)
                 yield [to_data(config=self.config, report=one) for one in reports]
 
@@ -101,30 +98,17 @@ class Runner:
         self.marks.note_failure(exercise.module, exercise.name)
         return seen == 0
 
-    def _diagnosis(self, item, exercise: Exercise) -> str:
+    def _diagnosis(self, item, exercise: Exercise) -> tuple[str, str]:
+        """The sentence of the mistake that the answer makes; without one, the reason."""
         outcome = item.stash.get(OUTCOME, None)
         if outcome is None or not diagnosis.is_diagnosable(outcome):
-            return ""
+            return "", "nothing to compare"
         checks = [
             i for i in self.checks if i.stash.get(EXERCISE, None) == exercise and not i.get_closest_marker("skip")
         ]
-        later = {i.name for i in checks[checks.index(item) + 1 :]}
         known = mistakes_of(exercise.module, exercise.name)
-        rivals = firsts.candidates(known, item.name, outcome, self.passed | later)
-        with_ranks = "ranks" in item.fixturenames
-        takes_long = with_ranks or item.get_closest_marker("time_limit")
-        trials = Trials(self.outcome_of, diagnosis.LONG_DIAGNOSIS_S if takes_long else diagnosis.DIAGNOSIS_S)
-        trials.know(item, outcome)
-        for key, check in itertools.product(["", *firsts.first_failures(rivals)], checks):
-            if check.name in self.passed:  # which no such rival fails, or it would have been ruled out
-                trials.know(check, Outcome(None), key)
-        others = [] if with_ranks else mistakes.comparable([i for i in checks if "ranks" not in i.fixturenames], item)
         try:
-            return looks_like(
-                item, outcome, others, rivals, trials.of_answer, trials.of_mistake, on_certain=trials.hurry
-            )
-        except TimeLimit:
-            return trials.certain
+            return diagnosis.diagnose(item, outcome, checks, self.passed, known, self.outcome_of)
         finally:
             boundary.forget_reference(exercise.module)
 

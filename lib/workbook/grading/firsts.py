@@ -120,15 +120,17 @@ def first_failures(mistakes: Iterable[Mistake]) -> dict[str, tuple[str, str]]:
 
 
 def candidates(mistakes: list[Mistake], failing: str, outcome: Outcome, ruled_out: set[str]) -> list[Mistake]:
-    """The mistakes that can have failed as an answer did, so far as the record knows them; the likeliest ones first.
+    """The mistakes that can have failed as an answer did, as far as the record knows them.
 
     Args:
         failing: Name of the check that the answer failed first.
         ruled_out: Names of the checks that the answer passed before it, or has still before it.
     """
-    firsts, seen = first_failures(mistakes), sketch(outcome)
+    firsts = first_failures(mistakes)
     may = [m for m in mistakes if m.key not in firsts or firsts[m.key][0] not in ruled_out]
-    return [m for m in may if firsts.get(m.key, ("", ""))[0] != failing or are_like(firsts[m.key][1], seen)]
+    drawn = {m.key: firsts[m.key][1] for m in may if m.key in firsts and firsts[m.key][0] == failing}
+    seen = sketch(outcome) if drawn else ""
+    return [m for m in may if m.key not in drawn or are_like(drawn[m.key], seen)]
 
 
 def write(found: list[tuple[str, str, str, str, str]]) -> list[Path]:
