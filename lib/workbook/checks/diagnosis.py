@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator
 from lib.workbook.checks.alarm import TimeLimit, alarm
 from lib.workbook.grading import firsts
 from lib.workbook.grading.cases import BOARD
-from lib.workbook.grading.likeness import Outcome, looks_like
+from lib.workbook.grading.likeness import CONFIRMED_BY, Outcome, looks_like
 from lib.workbook.grading.mistakes import Mistake, standing_in
 
 DIAGNOSIS_S = 4.0  # for all known mistakes together
 LONG_DIAGNOSIS_S = 20.0  # the same for a check that runs ranks or has a time limit of its own
-CONFIRMED_S = 0.7  # to confirm the only mistake that shows the answer's own wrong numbers
+CONFIRMED_S = 0.6  # to confirm the only mistake that shows the answer's own wrong numbers
 RUN_S = 90.0  # for one run of one check, whatever it is
 
 
@@ -80,9 +80,11 @@ def diagnose(failing, first: Outcome, checks: list, passed: set[str], known: lis
     for key, check in itertools.product(["", *firsts.first_failures(rivals)], checks):
         if check.name in passed:  # by the rivals too, or they would be ruled out
             trials.know(check, Outcome(None), key)
-    others = [] if with_ranks else comparable([c for c in checks if "ranks" not in c.fixturenames], failing)
+    others = comparable(checks, failing)
+    confirmed_by = 0 if with_ranks else min(CONFIRMED_BY, sum("ranks" not in c.fixturenames for c in others))
+    run_answer, run_mistake = trials.of_answer, trials.of_mistake
     try:
-        said = looks_like(failing, first, others, rivals, trials.of_answer, trials.of_mistake, on_certain=trials.hurry)
+        said = looks_like(failing, first, others, rivals, run_answer, run_mistake, confirmed_by, trials.hurry)
     except TimeLimit:
         return trials.certain, "the time is over"
     return said, f"none or several of {len(rivals)} mistakes agree with it"

@@ -1,6 +1,6 @@
 """``pytest --mistakes``: grades each known mistake as if it were the answer.
 
-A test must catch it, and the diagnosis must name it.
+A test must catch it, as the chapter's record says, and the diagnosis must name it. ``--record`` writes the record.
 """
 
 from pathlib import Path

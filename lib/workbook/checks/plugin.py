@@ -50,7 +50,7 @@ def pytest_addoption(parser):
     group.addoption("--mine", action="store_true", help="use your answers for the other chapters too")
     group.addoption("--mistakes", action="store_true", help="prove that the tests catch and name every known mistake")
     group.addoption("--live", type=int, metavar="N", help="with --mistakes: time how N of them are diagnosed (0: all)")
-    group.addoption("--record", action="store_true", help="with --reference or --mistakes: record anew")
+    group.addoption("--record", action="store_true", help="record the oracles (with --reference), or first failures")
     group.addoption("--exercise", action="append", default=[], metavar="NAME", help="only the tests of this exercise")
     group.addoption("--marks", metavar="FILE", help="write the marks of every exercise as JSON")
     group.addoption("--gradescope", metavar="FILE", help="write the marks as Gradescope's results.json")

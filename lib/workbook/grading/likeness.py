@@ -101,7 +101,7 @@ def looks_like(
         mistakes: The known mistakes of the exercise, each with a ``key`` and a ``sentence``.
         try_answer: Runs a check on the answer.
         try_mistake: Runs a check on a mistake.
-        confirmed_by: How many checks to try although a single sentence remains.
+        confirmed_by: How many checks to try although no two sentences agree with the answer on all of them.
             None are needed if the answer is itself one of ``mistakes``: it agrees with itself on every check.
         on_certain: Called with the only sentence that remains for an answer with the same wrong numbers, before another
             check is tried: only a check that the answer passes and the mistake fails can take it back.
@@ -109,11 +109,10 @@ def looks_like(
     candidates = [m for m in mistakes if try_mistake(m, failing).is_like(first)]
     unlike: set[str] = set()
     for n_tried, check in enumerate(others if candidates else []):
-        sentences = {m.sentence for m in candidates}
-        if n_tried >= confirmed_by and len(sentences) == 1:
+        if n_tried >= confirmed_by and len({m.sentence for m in candidates if m.key not in unlike}) <= 1:
             break
-        if len(sentences) == 1 and first.is_telling:
-            on_certain(*sentences)
+        if first.is_telling and len({m.sentence for m in candidates}) == 1:
+            on_certain(candidates[0].sentence)
         answer = try_answer(check)
         outcomes = {m.key: try_mistake(m, check) for m in candidates}
         candidates = [m for m in candidates if outcomes[m.key].passed or not answer.passed]
