@@ -44,8 +44,10 @@ class Trials:
         self.seen[key, check.nodeid] = outcome
 
     def hurry(self, sentence: str) -> None:
-        """A sentence is certain enough to be said unless a check speaks against it soon."""
-        self.deadline, self.certain = min(self.deadline, self.started + CONFIRMED_S), sentence
+        """Unless it is empty, a sentence is certain enough to be said, if no check speaks against it soon."""
+        self.certain = sentence
+        if sentence:
+            self.deadline = min(self.deadline, self.started + CONFIRMED_S)
 
     def _once(self, key: str, check) -> Outcome:
         if (key, check.nodeid) not in self.seen:

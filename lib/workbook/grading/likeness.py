@@ -103,16 +103,19 @@ def looks_like(
         try_mistake: Runs a check on a mistake.
         confirmed_by: How many checks to try although no two sentences agree with the answer on all of them.
             None are needed if the answer is itself one of ``mistakes``: it agrees with itself on every check.
-        on_certain: Called with the only sentence that remains for an answer with the same wrong numbers, before another
-            check is tried: only a check that the answer passes and the mistake fails can take it back.
+        on_certain: Called before each other check, for an answer that shows its wrong numbers: with the sentence that
+            would be returned if no more checks were tried, or with "".
     """
     candidates = [m for m in mistakes if try_mistake(m, failing).is_like(first)]
     unlike: set[str] = set()
     for n_tried, check in enumerate(others if candidates else []):
-        if n_tried >= confirmed_by and len({m.sentence for m in candidates if m.key not in unlike}) <= 1:
+        every = {m.sentence for m in candidates}
+        agreeing = {m.sentence for m in candidates if m.key not in unlike}
+        if n_tried >= confirmed_by and len(agreeing) <= 1:
             break
-        if first.is_telling and len({m.sentence for m in candidates}) == 1:
-            on_certain(candidates[0].sentence)
+        if first.is_telling:
+            certain = every if len(every) == 1 else agreeing
+            on_certain(*certain if len(certain) == 1 else [""])
         answer = try_answer(check)
         outcomes = {m.key: try_mistake(m, check) for m in candidates}
         candidates = [m for m in candidates if outcomes[m.key].passed or not answer.passed]

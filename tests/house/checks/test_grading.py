@@ -14,7 +14,7 @@ from lib.workbook.checks.diagnosis import Trials
 from lib.workbook.grading import Wrong, expect_close, expect_equal, expect_raises, expect_true, firsts, graded
 from lib.workbook.grading.answers import further_apart, same_answer
 from lib.workbook.grading.firsts import are_like, sketch
-from lib.workbook.grading.likeness import Outcome
+from lib.workbook.grading.likeness import Outcome, looks_like
 from lib.workbook.grading.mistakes import Mistake
 
 
@@ -175,6 +175,24 @@ def test_a_record_rules_out_what_the_answer_has_passed_or_not_reached(monkeypatc
     ]
     assert left("test_1", "test_3") == ["b", "e"]  # the record says nothing of e
     assert left("test_3") == ["a", "b", "e"]  # test_1 was not run: the answer may fail it
+
+
+def test_a_sentence_is_certain_once_one_mistake_alone_agrees():
+    a, b = (SimpleNamespace(key=key, sentence=key) for key in "ab")
+    outcomes = {"a": [1, 2, 3], "b": [1, 5, 3]}
+    told: list[str] = []
+    run = lambda key, check: failed(torch.tensor([float(outcomes[key][check])]))
+    said = looks_like(
+        0,
+        run("a", 0),
+        [1, 2],
+        [a, b],
+        lambda check: run("a", check),
+        lambda m, check: run(m.key, check),
+        5,
+        told.append,
+    )
+    assert (said, told) == ("a", ["", "a"])
 
 
 def test_time_that_is_over_is_no_outcome():
