@@ -45,10 +45,10 @@ class LiveItem(pytest.Item):
                 if isinstance(sent, Ended):
                     return sent.why, check.name, "", 0.0
                 reports = [self.config.hook.pytest_report_from_serializable(config=self.config, data=d) for d in sent]
-                if any(one.failed for one in reports):
+                for told in (CheckReport.of(one) for one in reports if one.failed):
                     failed_at = failed_at or time.monotonic()
-                    rows = next(CheckReport.of(one).rows for one in reports if one.failed)
-                    said, why = dict(rows).get("looks like", ""), dict(rows).get("not named", "not diagnosed")
+                    rows = dict(told.rows) if told else {}
+                    said, why = rows.get("looks like", ""), rows.get("not named", "not diagnosed")
             if failed_at:
                 return "" if said else why, check.name, said, time.monotonic() - failed_at
         raise AssertionError(f"no check catches the mistake: {self.mistake.sentence}")
