@@ -120,7 +120,7 @@ def record(reports: list) -> list[Path]:
     return firsts.write([value for one in reports for key, value in one.user_properties if key == FIRST])
 
 
-def run_item(item: MistakeItem) -> None:
+def run_item(item: pytest.Item) -> None:
     """A mistake's item runs whole tests inside its call, so it has no fixtures of its own."""
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
     call = CallInfo.from_call(item.runtest, when="call")
