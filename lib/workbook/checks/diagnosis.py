@@ -1,17 +1,20 @@
 """Runs checks again, on the answer and on the known mistakes, so that `looks_like` can compare how they end."""
 
 import contextlib
+import itertools
 import os
 import time
 from collections.abc import Callable, Iterator
 
 from lib.workbook.checks.alarm import TimeLimit, alarm
+from lib.workbook.grading import firsts
 from lib.workbook.grading.cases import BOARD
-from lib.workbook.grading.likeness import Outcome
+from lib.workbook.grading.likeness import CONFIRMED_BY, Outcome, looks_like
 from lib.workbook.grading.mistakes import Mistake, standing_in
 
 DIAGNOSIS_S = 4.0  # for all known mistakes together
 LONG_DIAGNOSIS_S = 20.0  # the same for a check that runs ranks or has a time limit of its own
+CONFIRMED_S = 0.6  # to confirm the only mistake that shows the answer's own wrong numbers
 RUN_S = 90.0  # for one run of one check, whatever it is
 
 
@@ -25,7 +28,8 @@ class Trials:
     """Runs checks again on the answer or on a mistake, silently and within a time limit; each combination runs once."""
 
     def __init__(self, run: Callable[[object], Outcome], limit_s: float = float("inf")):
-        self.run, self.deadline = run, time.monotonic() + limit_s
+        self.run, self.started = run, time.monotonic()
+        self.deadline, self.certain = self.started + limit_s, ""
         self.seen: dict[tuple[str, str], Outcome] = {}
 
     def of_answer(self, check) -> Outcome:
@@ -39,14 +43,59 @@ class Trials:
         """Store an outcome that is already known."""
         self.seen[key, check.nodeid] = outcome
 
+    def hurry(self, sentence: str) -> None:
+        """Unless it is empty, a sentence is certain enough to be said, if no check speaks against it soon."""
+        self.certain = sentence
+        if sentence:
+            self.deadline = min(self.deadline, self.started + CONFIRMED_S)
+
     def _once(self, key: str, check) -> Outcome:
         if (key, check.nodeid) not in self.seen:
             left = self.deadline - time.monotonic()
             if left <= 0:
                 raise TimeLimit("no time is left for a diagnosis")
             with silence(), alarm(min(left, RUN_S)):
-                self.seen[key, check.nodeid] = self.run(check)
+                outcome = self.run(check)
+            if isinstance(outcome.error, TimeLimit) and time.monotonic() >= self.deadline:
+                raise outcome.error  # pytest has caught it, but it says nothing about the check
+            self.seen[key, check.nodeid] = outcome
         return self.seen[key, check.nodeid]
+
+
+def diagnose(failing, first: Outcome, checks: list, passed: set[str], known: list[Mistake], run) -> tuple[str, str]:
+    """The sentence of the known mistake that an answer makes, within seconds; without one, the reason.
+
+    Args:
+        failing: The check that the answer failed first.
+        first: How it failed.
+        checks: All checks of the exercise, in their order.
+        passed: Names of the checks that the answer passed before.
+        known: The exercise's mistakes.
+        run: Runs a check once more.
+    """
+    with_ranks = "ranks" in failing.fixturenames
+    takes_long = with_ranks or failing.get_closest_marker("time_limit")
+    trials = Trials(run, LONG_DIAGNOSIS_S if takes_long else DIAGNOSIS_S)
+    later = {check.name for check in checks[checks.index(failing) + 1 :]}
+    rivals = firsts.candidates(known, failing.name, first, passed | later)
+    trials.know(failing, first)
+    for key, check in itertools.product(["", *firsts.first_failures(rivals)], checks):
+        if check.name in passed:  # by the rivals too, or they would be ruled out
+            trials.know(check, Outcome(None), key)
+    others = comparable(checks, failing)
+    confirmed_by = 0 if with_ranks else min(CONFIRMED_BY, sum("ranks" not in c.fixturenames for c in others))
+    run_answer, run_mistake = trials.of_answer, trials.of_mistake
+    try:
+        said = looks_like(failing, first, others, rivals, run_answer, run_mistake, confirmed_by, trials.hurry)
+    except TimeLimit:
+        return trials.certain, "the time is over"
+    return said, f"none or several of {len(rivals)} mistakes agree with it"
+
+
+def comparable(checks: list, failing) -> list:
+    """The checks that tell candidates apart: the quick ones, those without ranks first."""
+    quick = [c for c in checks if c is not failing and not c.get_closest_marker("memory_limit")]
+    return sorted(quick, key=lambda c: "ranks" in c.fixturenames)
 
 
 def is_diagnosable(outcome: Outcome) -> bool:

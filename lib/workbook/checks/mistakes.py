@@ -1,17 +1,20 @@
 """``pytest --mistakes``: grades each known mistake as if it were the answer.
 
-A test must catch it, and the diagnosis must name it.
+A test must catch it, as the chapter's record says, and the diagnosis must name it. ``--record`` writes the record.
 """
+
+from pathlib import Path
 
 import pytest
 from _pytest.runner import CallInfo
 
+from lib.workbook.book.catalog import ROOT
 from lib.workbook.checks import diagnosis
+from lib.workbook.grading import firsts
 from lib.workbook.grading.likeness import Outcome, looks_like
 from lib.workbook.grading.mistakes import Mistake, mistakes_of
 
-# In pytest's own cache: the test that caught each mistake last time, and is therefore tried first now.
-CACHE = "workbook/caught-by"
+FIRST = "first failure"  # a report's property, for the record
 
 
 class MistakeItem(pytest.Item):
@@ -28,17 +31,36 @@ class MistakeItem(pytest.Item):
                 raise AssertionError(f"{test.name} did not grade the mistake: {outcome.error}")
             if not outcome.passed:
                 self.add_report_section("call", "caught", f"{test.name}: {outcome.error!r}"[:2000])
-                self.user_properties.append((CACHE, test.name))
-                self._is_named(test, outcome)
+                self._is_recorded(test, outcome)
+                if not self.config.option.record:
+                    self._is_named(test, outcome)
                 return
         raise AssertionError(f"no test catches the mistake of {self.mistake.name}: {self.mistake.sentence}")
+
+    def _is_recorded(self, test, outcome: Outcome) -> None:
+        """Raises AssertionError if the chapter's record says otherwise how the mistake fails first."""
+        wrong, drawn = self.mistake, firsts.NOT_COMPARED
+        if diagnosis.is_diagnosable(outcome) and not test.get_closest_marker("memory_limit"):
+            drawn = firsts.sketch(outcome)
+        self.user_properties.append((FIRST, (wrong.module, wrong.name, firsts.short(wrong), test.name, drawn)))
+        check, known = firsts.first_failures([wrong]).get(wrong.key, (test.name, drawn))
+        if not self.config.option.record and (
+            check != test.name or (drawn != known and not firsts.are_like(drawn, known))
+        ):
+            path = firsts.record_path(wrong.module).relative_to(ROOT)
+            raise AssertionError(
+                f"{path} is old: the mistake fails {test.name} first ({drawn}), not {check}"
+                f" ({known})\n  renew it with: pytest --mistakes --record {path.parent} -k {wrong.name}"
+            )
 
     def _is_named(self, test, outcome: Outcome) -> None:
         """Raises AssertionError unless the diagnosis is the mistake's own sentence."""
         if not diagnosis.is_diagnosable(outcome) or test.get_closest_marker("memory_limit"):
             return
-        others = comparable(self.tests, test)
-        known = [m for m in mistakes_of(self.mistake.module, self.mistake.name) if self._gets_as_far(m, test, others)]
+        others = diagnosis.comparable(self.tests, test)
+        known = mistakes_of(self.mistake.module, self.mistake.name)
+        known = firsts.candidates(known, test.name, outcome, {other.name for other in self.tests if other is not test})
+        known = [m for m in known if self._gets_as_far(m, test, others)]
         try_answer = lambda check: self.trials.of_mistake(self.mistake, check)
         said = looks_like(test, outcome, others, known, try_answer, self.trials.of_mistake, confirmed_by=0)
         if said != self.mistake.sentence:
@@ -69,37 +91,15 @@ class Unfit(Exception):
     """A test could not grade a mistake, and the book is at fault."""
 
 
-def comparable(tests: list, failing) -> list:
-    """The checks that tell candidates apart: the quick ones, those without ranks first."""
-    quick = [t for t in tests if t is not failing and not t.get_closest_marker("memory_limit")]
-    return sorted(quick, key=lambda t: "ranks" in t.fixturenames)
-
-
-def items(tests_by_exercise: dict, config, run) -> list[MistakeItem]:
-    """One item for each mistake of the exercises whose tests were collected."""
-    caught_by = config.cache.get(CACHE, {}) if hasattr(config, "cache") else {}
+def items(tests_by_exercise: dict, run) -> list[MistakeItem]:
+    """One item for each mistake of the exercises whose tests were collected; it tries them in a learner's order."""
     made = []
     for exercise, tests in tests_by_exercise.items():
-        trials = diagnosis.Trials(run)
-        for nth, wrong in enumerate(mistakes_of(exercise.module, exercise.name), start=1):
+        trials, tests = diagnosis.Trials(run), [test for test in tests if not test.get_closest_marker("skip")]
+        for nth, wrong in enumerate(mistakes_of(exercise.module, exercise.name) if tests else [], start=1):
             name = f"{exercise.name}[{nth}-{wrong.label}]"  # its code is made when it is tried
-            ordered = _likely_first(tests, caught_by.get(f"{tests[0].parent.nodeid}::{name}"))
-            made.append(
-                MistakeItem.from_parent(tests[0].parent, name=name, mistake=wrong, tests=ordered, trials=trials)
-            )
+            made.append(MistakeItem.from_parent(tests[0].parent, name=name, mistake=wrong, tests=tests, trials=trials))
     return made
-
-
-def _likely_first(tests: list, catcher: str | None) -> list:
-    """The same tests in another order: first the one that caught the mistake last time,
-    at the end those with ranks or long limits.
-    """
-
-    def place(test):
-        takes_long = test.get_closest_marker("memory_limit") or test.get_closest_marker("time_limit")
-        return test.name != catcher, "ranks" in test.fixturenames, takes_long is not None
-
-    return sorted(tests, key=place)
 
 
 def scheduler(config, log):
@@ -115,16 +115,12 @@ def scheduler(config, log):
     return ByExercise(config, log)
 
 
-def remember(config, reports: list) -> None:
-    """Store in pytest's cache which test caught each mistake."""
-    found: dict[str, float] = {}
-    for report in reports:
-        found |= {f"{report.nodeid}": t for key, t in report.user_properties if key == CACHE}
-    if found and hasattr(config, "cache"):
-        config.cache.set(CACHE, config.cache.get(CACHE, {}) | found)
+def record(reports: list) -> list[Path]:
+    """Write the record of first failures from the reports of all processes, and return its files."""
+    return firsts.write([value for one in reports for key, value in one.user_properties if key == FIRST])
 
 
-def run_item(item: MistakeItem) -> None:
+def run_item(item: pytest.Item) -> None:
     """A mistake's item runs whole tests inside its call, so it has no fixtures of its own."""
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
     call = CallInfo.from_call(item.runtest, when="call")

@@ -6,6 +6,7 @@ it collects the tests in the reference's world and never runs an answer.
 ``--reference`` and ``--mistakes`` grade only the book's own code, and therefore run their tests in this process.
 """
 
+import contextlib
 import functools
 import importlib
 import inspect
@@ -21,7 +22,7 @@ from _pytest.reports import TestReport
 from lib.workbook.book import boundary, resolve
 from lib.workbook.book.catalog import BookError, Chapter, Exercise, chapters, find
 from lib.workbook.book.stubs import untouched, write_atomically
-from lib.workbook.checks import gradescope, mistakes, report
+from lib.workbook.checks import gradescope, live, mistakes, report
 from lib.workbook.checks.child import MACHINERY, Child, Ended
 from lib.workbook.checks.ranks import Ranks, warm_up
 from lib.workbook.checks.report import CheckReport
@@ -48,7 +49,8 @@ def pytest_addoption(parser):
     group.addoption("--reference", action="store_true", help="grade the reference instead of your answers")
     group.addoption("--mine", action="store_true", help="use your answers for the other chapters too")
     group.addoption("--mistakes", action="store_true", help="prove that the tests catch and name every known mistake")
-    group.addoption("--record", action="store_true", help="with --reference: record the oracles' values anew")
+    group.addoption("--live", type=int, metavar="N", help="with --mistakes: time how N of them are diagnosed (0: all)")
+    group.addoption("--record", action="store_true", help="record the oracles (with --reference), or first failures")
     group.addoption("--exercise", action="append", default=[], metavar="NAME", help="only the tests of this exercise")
     group.addoption("--marks", metavar="FILE", help="write the marks of every exercise as JSON")
     group.addoption("--gradescope", metavar="FILE", help="write the marks as Gradescope's results.json")
@@ -62,8 +64,8 @@ def pytest_configure(config):
         options.reportchars = ""  # the table of exercises replaces pytest's summary
     if options.mine and (options.reference or options.mistakes):
         raise pytest.UsageError("--mine grades your answers, --reference and --mistakes the book's: choose one")
-    if options.record and not options.reference:
-        raise pytest.UsageError("--record writes the oracles' values: use it with --reference")
+    if options.record and not (options.reference or options.mistakes):
+        raise pytest.UsageError("--record writes the oracles' values with --reference, first failures with --mistakes")
     for name in ("marks", "gradescope"):
         if fault := refusal(config.getoption(name)):
             raise pytest.UsageError(f"--{name} {fault}")
@@ -192,11 +194,15 @@ class Checks:
         if dropped:
             config.hook.pytest_deselected(items=dropped)
         items[:] = kept
+        self.runner.checks = list(kept)
         if self.option.mistakes:
             by_exercise: dict[Exercise, list] = {}
             for item in kept:
                 by_exercise.setdefault(item.stash[EXERCISE], []).append(item)  # type: ignore[arg-type]
-            items[:] = mistakes.items(by_exercise, config, self.runner.outcome_of)
+            if self.option.live is None:
+                items[:] = mistakes.items(by_exercise, self.runner.outcome_of)
+            else:
+                items[:] = live.items(by_exercise, self, self.option.live)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_make_scheduler(self, config, log):
@@ -215,7 +221,7 @@ class Checks:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item, nextitem):
-        if isinstance(item, mistakes.MistakeItem):
+        if isinstance(item, mistakes.MistakeItem | live.LiveItem):
             mistakes.run_item(item)
             return True
         exercise = item.stash.get(EXERCISE, None)
@@ -256,21 +262,11 @@ class Checks:
                 self.not_started[exercise.module, exercise.name] = told, one.user_properties
 
     def _reports_of(self, item, exercise: Exercise) -> list[TestReport]:
-        key, world = (exercise.module, exercise.name), self.runner.world_of(exercise)
-        memory_limit = limit_of(item, "memory_limit", None)
-        if self.child is not None and (self.child_of != key or memory_limit is not None):
-            self.close_child()
-        if self.child is None:
-            self._prepare(item)
-            self.child, self.child_of = Child(world, self.runner.work), key
         reports: list[TestReport] = []
         from_data = self.config.hook.pytest_report_from_serializable
         try:
-            for said in self.child.run(
-                item.session.items.index(item), limit_of(item, "time_limit", TIME_LIMIT_S), memory_limit
-            ):
+            for said in self.sent_by_child(item, exercise.module, exercise.name, self.runner.world_of(exercise)):
                 if isinstance(said, Ended):
-                    self.child = None
                     return [self._ended(item, exercise, said)]
                 if said == "quit":
                     self.close_child()
@@ -283,17 +279,34 @@ class Checks:
             take_terminal()
         return reports
 
+    def sent_by_child(self, item, module: str, name: str, world: str):
+        """Run a check in the child of an answer, which is forked if there is none yet, and yield what it sends."""
+        memory_limit = limit_of(item, "memory_limit", None)
+        if self.child is not None and (self.child_of != (module, name) or memory_limit is not None):
+            self.close_child()
+        if self.child is None:
+            self._prepare(item)
+            self.child, self.child_of = Child(world, self.runner.work), (module, name)
+        limit_s = limit_of(item, "time_limit", TIME_LIMIT_S)
+        for said in self.child.run(self.runner.checks.index(item), limit_s, memory_limit):
+            if isinstance(said, Ended):
+                self.child = None
+            yield said
+
     def _prepare(self, item) -> None:
         """Do once, before the fork, the work that every child would otherwise repeat."""
         if "tmp_path" in item.fixturenames:
             item.config._tmp_path_factory.getbasetemp()
         if "ranks" in item.fixturenames:
             warm_up([item.path.read_text(encoding="utf-8")])
-        same = [i.function for i in item.session.items if i.stash.get(EXERCISE, None) == item.stash[EXERCISE]]
+        same = [i.function for i in self.runner.checks if i.stash.get(EXERCISE, None) == item.stash[EXERCISE]]
         text = "".join(map(inspect.getsource, dict.fromkeys(same)))
         for word, module in IMPORTED_LATE.items():
             if word in text:
                 importlib.import_module(module)
+        with contextlib.suppress(Exception):  # a fault of the book's, which must not keep it from grading
+            for wrong in mistakes.mistakes_of(item.stash[EXERCISE].module, item.stash[EXERCISE].name)[:1]:
+                wrong.definitions  # noqa: B018 - it parses the reference, which the others share
 
     def _ended(self, item, exercise: Exercise, ended: Ended) -> TestReport:
         """The report of a check whose child ended before it could report;
@@ -356,8 +369,8 @@ class Checks:
         self.close_child()
         if hasattr(self.config, "workerinput"):
             return
-        if self.option.mistakes:
-            mistakes.remember(self.config, self.reports)
+        if self.option.mistakes and self.option.record:
+            mistakes.record(self.reports)
         if (file := self.option.marks) and not self.keeps(file, Path(file).exists()):
             text = json.dumps(self.marks.as_json(self.described), indent=2, ensure_ascii=False)
             write_atomically(Path(file), text + "\n")
@@ -379,6 +392,10 @@ class Checks:
     def pytest_terminal_summary(self, terminalreporter):
         for file in self.kept:
             terminalreporter.write_line(f"no check was run: {file} is left as it is")
+        if self.option.live is not None:
+            terminalreporter.section("known mistakes as answers")
+            for line in live.summary(self.reports):
+                terminalreporter.write_line(line)
         if self.is_trusted or not self.marks.rows:
             return
         terminalreporter.section("exercises")

@@ -14,15 +14,14 @@ from _pytest.runner import runtestprotocol
 from lib.ranks.noise import meaningful
 from lib.workbook.book import boundary
 from lib.workbook.book.catalog import Exercise
-from lib.workbook.checks import diagnosis, mistakes, report
-from lib.workbook.checks.alarm import TimeLimit, alarm
+from lib.workbook.checks import diagnosis, report
+from lib.workbook.checks.alarm import alarm
 from lib.workbook.checks.child import peak_mb
-from lib.workbook.checks.diagnosis import Trials
 from lib.workbook.checks.report import CheckReport, RaisedInAnswer
 from lib.workbook.checks.state import Shared
 from lib.workbook.checks.summary import Marks
 from lib.workbook.grading.cases import BOARD, case
-from lib.workbook.grading.likeness import Outcome, looks_like
+from lib.workbook.grading.likeness import Outcome
 from lib.workbook.grading.mistakes import mistakes_of
 
 TIME_LIMIT_S = 10.0
@@ -46,6 +45,8 @@ class Runner:
     def __init__(self, config, marks: Marks):
         self.config, self.option, self.marks = config, config.option, marks
         self.is_quiet = False
+        self.checks: list = []  # all that were collected
+        self.passed: set[str] = set()  # names of the checks that the answer passed in this child
         self.shared: Shared | None = None  # the shared settings as they were before the check
 
     def world_of(self, exercise: Exercise) -> str:
@@ -56,8 +57,7 @@ class Runner:
 
     def work(self, index: int):
         """Run one check; yield its reports and then, if there is a diagnosis, the same reports with the diagnosis."""
-        session = self.config.pluginmanager.getplugin("session")
-        item = session.items[index]
+        item = self.checks[index]
         exercise, limit = item.stash[EXERCISE], limit_of(item, "memory_limit", None)
         if self.option.no_prompt:
             sys.breakpointhook = _no_prompt
@@ -81,12 +81,14 @@ class Runner:
             told.put_on(last)
         for one in reports:
             one.sections = [(name, _shortened(text)) for name, text in map(_without_noise, one.sections) if text]
+        if all(one.passed for one in reports):
+            self.passed.add(item.name)
         to_data = self.config.hook.pytest_report_to_serializable
         yield [to_data(config=self.config, report=one) for one in reports]
         if last.failed and told.state == "wrong" and not limit and not changed and self._is_first(exercise):
-            said = self._diagnosis(session, item, exercise)
-            if said:
-                told.rows.append(("looks like", said))
+            said, why = self._diagnosis(item, exercise)
+            if said or self.option.live is not None:
+                told.rows.append(("looks like", said) if said else ("not named", why))
                 told.put_on(last)
                 yield [to_data(config=self.config, report=one) for one in reports]
 
@@ -96,23 +98,17 @@ class Runner:
         self.marks.note_failure(exercise.module, exercise.name)
         return seen == 0
 
-    def _diagnosis(self, session, item, exercise: Exercise) -> str:
+    def _diagnosis(self, item, exercise: Exercise) -> tuple[str, str]:
+        """The sentence of the mistake that the answer makes; without one, the reason."""
         outcome = item.stash.get(OUTCOME, None)
-        known = mistakes_of(exercise.module, exercise.name)
-        if outcome is None or not known or not diagnosis.is_diagnosable(outcome):
-            return ""
-        others = [
-            i for i in session.items if i.stash.get(EXERCISE, None) == exercise and not i.get_closest_marker("skip")
+        if outcome is None or not diagnosis.is_diagnosable(outcome):
+            return "", "nothing to compare"
+        checks = [
+            i for i in self.checks if i.stash.get(EXERCISE, None) == exercise and not i.get_closest_marker("skip")
         ]
-        with_ranks = "ranks" in item.fixturenames
-        takes_long = with_ranks or item.get_closest_marker("time_limit")
-        trials = Trials(self.outcome_of, diagnosis.LONG_DIAGNOSIS_S if takes_long else diagnosis.DIAGNOSIS_S)
-        trials.know(item, outcome)
-        others = [] if with_ranks else mistakes.comparable([i for i in others if "ranks" not in i.fixturenames], item)
+        known = mistakes_of(exercise.module, exercise.name)
         try:
-            return looks_like(item, outcome, others, known, trials.of_answer, trials.of_mistake)
-        except TimeLimit:
-            return ""
+            return diagnosis.diagnose(item, outcome, checks, self.passed, known, self.outcome_of)
         finally:
             boundary.forget_reference(exercise.module)
 

@@ -90,6 +90,7 @@ def looks_like(
     try_answer: Callable[[object], Outcome],
     try_mistake: Callable[[Any, object], Outcome],
     confirmed_by: int = CONFIRMED_BY,
+    on_certain: Callable[[str], None] = lambda sentence: None,
 ) -> str:
     """The sentence of the mistake that the answer makes; empty if no mistake is certain.
 
@@ -100,14 +101,21 @@ def looks_like(
         mistakes: The known mistakes of the exercise, each with a ``key`` and a ``sentence``.
         try_answer: Runs a check on the answer.
         try_mistake: Runs a check on a mistake.
-        confirmed_by: How many checks to try although a single sentence remains.
+        confirmed_by: How many checks to try although no two sentences agree with the answer on all of them.
             None are needed if the answer is itself one of ``mistakes``: it agrees with itself on every check.
+        on_certain: Called before each other check, for an answer that shows its wrong numbers: with the sentence that
+            would be returned if no more checks were tried, or with "".
     """
     candidates = [m for m in mistakes if try_mistake(m, failing).is_like(first)]
     unlike: set[str] = set()
     for n_tried, check in enumerate(others if candidates else []):
-        if n_tried >= confirmed_by and len({m.sentence for m in candidates}) == 1:
+        every = {m.sentence for m in candidates}
+        agreeing = {m.sentence for m in candidates if m.key not in unlike}
+        if n_tried >= confirmed_by and len(agreeing) <= 1:
             break
+        if first.is_telling:
+            certain = every if len(every) == 1 else agreeing
+            on_certain(*certain if len(certain) == 1 else [""])
         answer = try_answer(check)
         outcomes = {m.key: try_mistake(m, check) for m in candidates}
         candidates = [m for m in candidates if outcomes[m.key].passed or not answer.passed]

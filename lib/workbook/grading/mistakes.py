@@ -163,8 +163,9 @@ def standing_in(wrong: Mistake):
         BookError: the mistake's edit does not fit the reference.
     """
     wrong.definitions  # noqa: B018 - here, and not in a check that might expect a ValueError
+    before = os.environ.pop(MISTAKE, "")
     os.environ[MISTAKE] = wrong.key
     try:
         yield
     finally:
-        os.environ.pop(MISTAKE, None)
+        os.environ[MISTAKE] = before  # of a mistake that is graded as an answer

@@ -80,7 +80,6 @@ LONG = {
         lib/runs/rent/remote.py ::main
         lib/runs/serving/draft.py ::DraftEngine.step
         lib/workbook/checks/child.py ::_guard
-        lib/workbook/checks/plugin.py ::Checks._reports_of
         lib/workbook/checks/runner.py ::Runner.work
     """,
     "cases of one subject, each read by itself; a long one acts as one user from beginning to end": """

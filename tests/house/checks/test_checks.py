@@ -201,19 +201,22 @@ def test_a_mistake_that_no_test_catches_is_named(book):
     assert "no test catches the mistake of halves: is right" in done.out
 
 
-def test_what_caught_a_mistake_is_remembered_and_tried_first(book):
-    assert book.pytest("--mistakes", "tests").returncode == 0
-    file = book.root / ".pytest_cache/v/workbook/caught-by"
-    caught = json.loads(file.read_text())
-    where = "tests/chapter_01/test_toy.py::"
-    of = {key.removeprefix(where).partition("-")[0]: key for key in caught}
-    assert caught[of["double[1"]] == "test_double_by_hand"
-    assert caught[of["Tally[1"]] == "test_Tally_counts"
-    first, gone = of["double[1"], of["double[2"]
-    file.write_text(json.dumps({first: "test_double_refuses_too_much", gone: "test_gone"}))
-    said = book.pytest("--mistakes", "tests/chapter_01", "-rP").out
-    assert "test_double_refuses_too_much: " in said  # the others would have caught it too
-    assert "test_double_by_hand: " in said  # where the one that is remembered is gone, all are tried
+def test_how_each_mistake_fails_first_is_recorded_compared_and_used(book):
+    file = book.root / "tests/chapter_01/mistakes.json"
+    assert book.pytest("--mistakes", "--record", "tests").returncode == 0
+    record = json.loads(file.read_text())
+    assert [len(sketches) for sketches in record["double"].values()] == [2]
+    assert set(record["Tally"]) == {"test_Tally_counts"}
+    live = book.pytest("--mistakes", "--live", "0", "tests").out
+    assert "5 mistakes: 4 named, 0 named as another, 1 not named" in live  # a check of memory is not diagnosed
+    sketches = record["double"].pop("test_double_by_hand")
+    file.write_text(json.dumps(record | {"double": {"test_double_refuses_too_much": sketches}}))
+    done = book.pytest("--mistakes", "tests/chapter_01")
+    assert "2 failed, 2 passed" in done.out
+    assert "the mistake fails test_double_by_hand first" in done.out
+    assert "renew it with: pytest --mistakes --record tests/chapter_01 -k double" in done.out
+    book.answer("double", "return x * x")
+    assert "looks like" not in book.pytest("tests/chapter_01").out  # an old record says nothing rather than the wrong
 
 
 def test_a_test_named_after_no_exercise_is_an_error(book):

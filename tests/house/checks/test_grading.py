@@ -1,14 +1,22 @@
 """The expectations that tests are written with: what passes, and what each failure says."""
 
+import itertools
 import re
+import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from lib.workbook.book.catalog import BookError
-from lib.workbook.grading import Wrong, expect_close, expect_equal, expect_raises, expect_true, graded
+from lib.workbook.checks.alarm import TimeLimit
+from lib.workbook.checks.diagnosis import Trials
+from lib.workbook.grading import Wrong, expect_close, expect_equal, expect_raises, expect_true, firsts, graded
 from lib.workbook.grading.answers import further_apart, same_answer
+from lib.workbook.grading.firsts import are_like, sketch
+from lib.workbook.grading.likeness import Outcome, looks_like
+from lib.workbook.grading.mistakes import Mistake
 
 
 def said(call, *arguments, **options) -> tuple[str, dict]:
@@ -146,6 +154,68 @@ def test_a_mistake_that_differs_by_as_much_as_the_answer_is_not_the_same():
     special = torch.tensor([2.0, -torch.inf, torch.nan])
     assert not further_apart(special, special.clone(), gap=1.0)
     assert further_apart(special, torch.tensor([2.0, torch.inf, torch.nan]), gap=1.0)
+
+
+def failed(answer, problem="wrong values", case="n=3") -> Outcome:
+    error = Wrong(problem, [("first wrong", "out[0] = 1.25")], answer)
+    error.case = case
+    return Outcome(error, case)
+
+
+def test_failures_that_are_alike_have_like_sketches():
+    answer = {"x": torch.linspace(-1, 1, 50), "n": (3, [0.5, None]), "z": torch.tensor([1 + 2j, float("nan")])}
+    noisy = {**answer, "x": answer["x"] * (1 + 1e-5)}
+    assert failed(noisy).is_like(failed(answer))
+    assert are_like(sketch(failed(answer)), sketch(failed(noisy)))
+    for other in (
+        {**answer, "x": answer["x"].flip(0)},
+        {**answer, "x": answer["x"].double()},
+        {**answer, "n": (4, [0.5])},
+    ):
+        assert not are_like(sketch(failed(answer)), sketch(failed(other)))
+    nothing = failed(None), failed(None, case="n=4"), failed(None, "wrong shape"), Outcome(ValueError("0x7f"), "n=3")
+    for one, other in itertools.combinations([*nothing, Outcome(TypeError("0x7f"), "n=3")], 2):
+        assert not are_like(sketch(one), sketch(other))
+    assert sketch(Outcome(ValueError("at 0x7f"))) == sketch(Outcome(ValueError("at 0x80")))
+    assert not are_like("-", "-")
+
+
+def test_a_record_rules_out_what_the_answer_has_passed_or_not_reached(monkeypatch):
+    known = [Mistake("rope", "f", text, f"tests.chapter_02.mistakes:f:{text}", dict) for text in "abcde"]
+    like, other = sketch(failed(torch.ones(3))), sketch(failed(torch.zeros(3)))
+    record = {"f": {"test_1": {"a": like}, "test_2": {"b": like, "c": other}, "test_3": {"d": like}}}
+    monkeypatch.setattr(firsts, "recorded", lambda module: record)
+    left = lambda *ruled_out: [
+        m.sentence for m in firsts.candidates(known, "test_2", failed(torch.ones(3)), {*ruled_out})
+    ]
+    assert left("test_1", "test_3") == ["b", "e"]  # the record says nothing of e
+    assert left("test_3") == ["a", "b", "e"]  # test_1 was not run: the answer may fail it
+
+
+def test_a_sentence_is_certain_once_one_mistake_alone_agrees():
+    a, b = (SimpleNamespace(key=key, sentence=key) for key in "ab")
+    outcomes = {"a": [1, 2, 3], "b": [1, 5, 3]}
+    told: list[str] = []
+    run = lambda key, check: failed(torch.tensor([float(outcomes[key][check])]))
+    said = looks_like(
+        0,
+        run("a", 0),
+        [1, 2],
+        [a, b],
+        lambda check: run("a", check),
+        lambda m, check: run(m.key, check),
+        5,
+        told.append,
+    )
+    assert (said, told) == ("a", ["", "a"])
+
+
+def test_time_that_is_over_is_no_outcome():
+    trials = Trials(lambda check: time.sleep(0.05) or Outcome(TimeLimit("over")), limit_s=0.02)
+    with pytest.raises(TimeLimit):
+        trials.of_answer(SimpleNamespace(nodeid="check"))
+    trials.hurry("this one")
+    assert (trials.seen, trials.certain) == ({}, "this one")
 
 
 def test_an_unknown_chapter_is_named():

@@ -1,0 +1,155 @@
+"""The record of how each known mistake first fails, ``tests/chapter_NN/mistakes.json``: a diagnosis tries few of them.
+
+An answer that fails a check first, after it passed those before, can only make a mistake whose first failure is that
+check. The record says which these are, and sketches their failures, so that most of them are set aside unseen.
+The others are run, and compared exactly; so the record may be coarse, and old or missing entries cost time only.
+``pytest --mistakes`` compares the record with what it sees.
+"""
+
+import functools
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from lib.workbook.book.catalog import chapters
+from lib.workbook.grading.answers import is_array
+from lib.workbook.grading.expect import Wrong
+from lib.workbook.grading.likeness import Outcome
+from lib.workbook.grading.mistakes import Mistake, mistakes_of
+
+TOLERANCE = 0.01  # of a failure's numbers, relative to all of them together; other processors round differently
+CHANGING = re.compile(
+    r"0x[0-9a-f]+|\d+\.\d*(?:e[-+]?\d+)?|\d+e[-+]?\d+|:\d+\)|/\S+/|, for \d+ s|\(the limit is [^)]*\)"
+)
+NOT_COMPARED = "-"  # the sketch of a failure that no diagnosis compares, such as a time limit
+TURNS = (0.7, 1.9)  # radians by which the weight of a number turns from one to the next, in each of the two sums
+
+
+def sketch(outcome: Outcome) -> str:
+    """A failure in a few words: a digest of its text, and three numbers if it shows the answer's own.
+
+    Failures that `Outcome.is_like` takes for the same have like sketches; see `are_like`.
+    """
+    error = outcome.error
+    if not isinstance(error, Wrong):
+        return _digest([outcome.case, "ranks" if hasattr(error, "per_rank") else type(error).__name__])
+    answer = error.answer
+    if isinstance(answer, str) and "error" in error.problem:
+        answer = answer.partition(":")[0]  # an exception's message may change with the version of a library
+    leaves = list(_leaves(answer))
+    text = [leaf for leaf in leaves if isinstance(leaf, str)] + ([repr(error.rows)] if answer is None else [])
+    numbers = _sums([leaf for leaf in leaves if not isinstance(leaf, str)])
+    return " ".join([_digest([error.case, error.problem, *text]), *(f"{x:.5g}" for x in numbers)])
+
+
+def are_like(one: str, other: str) -> bool:
+    """Whether two sketches can be those of the same failure."""
+    (text, *numbers), (same, *others) = one.split(), other.split()
+    if text != same or NOT_COMPARED in (text, same) or len(numbers) != len(others):
+        return False
+    a, b = [float(x) for x in numbers], [float(x) for x in others]
+    size = max([*map(abs, a), *map(abs, b)], default=0.0)
+    return all(abs(x - y) <= TOLERANCE * size + 1e-5 or x == y for x, y in zip(a, b, strict=True))
+
+
+def _digest(text: Iterable[str]) -> str:
+    """Eight digits for a text; numbers with a point, addresses, places and seconds in it do not count."""
+    return hashlib.sha1(CHANGING.sub("#", "\n".join(text)).encode(errors="replace")).hexdigest()[:8]
+
+
+def _leaves(value) -> Iterator[Any]:
+    """What an answer consists of, in order: numbers, as float64 tensors, and everything else as text."""
+    import torch
+
+    if is_array(value):
+        flat = torch.as_tensor(value).detach().cpu().flatten()
+        yield f"{tuple(value.shape)} {flat.dtype}"
+        yield (torch.view_as_real(flat).flatten() if flat.is_complex() else flat).double()
+    elif isinstance(value, float):
+        yield torch.tensor([value], dtype=torch.float64)
+    elif isinstance(value, Mapping):
+        for key in sorted(value, key=repr):
+            yield repr(key)
+            yield from _leaves(value[key])
+    elif isinstance(value, tuple | list):
+        yield f"{len(value)}"
+        for part in value:
+            yield from _leaves(part)
+    else:
+        yield f"{type(value).__name__} {value!r}" if isinstance(value, int | str | bytes) else type(value).__name__
+
+
+def _sums(parts: list[Any]) -> list[float]:
+    """The length of a vector, and two sums of its numbers with weights that differ from place to place."""
+    import torch
+
+    if not parts:
+        return []
+    finite = torch.cat(parts).nan_to_num(0.0, 0.0, 0.0)
+    places = torch.arange(len(finite), dtype=torch.float64)
+    return [float(finite.norm()), *(float(finite @ torch.cos(turn * places)) for turn in TURNS)]
+
+
+@functools.cache
+def recorded(module: str) -> dict[str, dict[str, dict[str, str]]]:
+    """The record of a chapter: by exercise and first failing check, the sketch of each mistake, by `short`."""
+    path = record_path(module)
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def record_path(module: str) -> Path:
+    return chapters()[module].tests / "mistakes.json"
+
+
+def short(mistake: Mistake) -> str:
+    """The few digits of a mistake's label, unique in its exercise."""
+    return mistake.label.rpartition("-")[2]
+
+
+def first_failures(mistakes: Iterable[Mistake]) -> dict[str, tuple[str, str]]:
+    """By the key of each mistake that is recorded: its first failing check, and the sketch of that failure."""
+    found = {}
+    for wrong in mistakes:
+        for check, sketches in recorded(wrong.module).get(wrong.name, {}).items():
+            if short(wrong) in sketches:
+                found[wrong.key] = check, sketches[short(wrong)]
+    return found
+
+
+def candidates(mistakes: list[Mistake], failing: str, outcome: Outcome, ruled_out: set[str]) -> list[Mistake]:
+    """The mistakes that can have failed as an answer did, as far as the record knows them.
+
+    Args:
+        failing: Name of the check that the answer failed first.
+        ruled_out: Names of the checks that the answer passed before it, or has still before it.
+    """
+    firsts = first_failures(mistakes)
+    may = [m for m in mistakes if m.key not in firsts or firsts[m.key][0] not in ruled_out]
+    drawn = {m.key: firsts[m.key][1] for m in may if m.key in firsts and firsts[m.key][0] == failing}
+    seen = sketch(outcome) if drawn else ""
+    return [m for m in may if m.key not in drawn or are_like(drawn[m.key], seen)]
+
+
+def write(found: list[tuple[str, str, str, str, str]]) -> list[Path]:
+    """Put first failures (module, exercise, mistake, check, sketch) into the records of their chapters.
+
+    Mistakes that are gone are removed from these exercises.
+    """
+    from lib.workbook.book.stubs import write_atomically
+
+    records: dict[str, dict] = {}
+    for module, exercise in dict.fromkeys((module, exercise) for module, exercise, *_ in found):
+        known = mistakes_of(module, exercise)
+        firsts = {short(m): first for m in known for key, first in first_failures(known).items() if key == m.key}
+        firsts |= {wrong: first for m, e, wrong, *first in found if (m, e) == (module, exercise)}
+        by_check: dict[str, dict[str, str]] = {}
+        for wrong, (check, drawn) in firsts.items():
+            by_check.setdefault(check, {})[wrong] = drawn
+        records.setdefault(module, dict(recorded(module)))[exercise] = by_check
+    for module, record in records.items():
+        text = json.dumps(record, indent=1, sort_keys=True, ensure_ascii=False)
+        write_atomically(record_path(module), text + "\n")
+    return [record_path(module) for module in records]
