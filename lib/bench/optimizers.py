@@ -101,8 +101,9 @@ class Model:
             self.loss = torch.compile(self.loss)
 
     def begin(self, seed: int) -> None:
-        """New weights."""
+        """New weights, and no gradient of what ran before."""
         torch.manual_seed(seed)
+        self.model.zero_grad(set_to_none=True)
         self.model.load_state_dict(GPT2(self.config).state_dict())
 
 

@@ -158,7 +158,7 @@ def rotate_and_store_kernel(
         if head >= H + G:
             pool, scales, first = values, value_scales, head - H - G
         to = pool + (slot * G + first) * D + 2 * pairs
-        if LARGEST:
+        if LARGEST > 0.0:  # compiled, `if` takes no float
             x, y = even.to(tl.float32), odd.to(tl.float32)
             most = tl.maximum(tl.max(tl.abs(x), 0), tl.max(tl.abs(y), 0))
             scale = tl.where(most == 0.0, 1.0, most / LARGEST)

@@ -81,7 +81,7 @@ def way() -> Numbers:
                 ", ".join([f"from {begin} to an answer, size {size}, on {cards}{found['device']}", *spent]),
             ),
             (
-                f"{before['accuracy']:.0%}, then {after['accuracy']:.0%}",
+                f"{before['accuracy']:.1%}, then {after['accuracy']:.1%}",
                 f"of {after['questions']:,} held-out questions right after tuning ({before['low']:.0%} to "
                 f"{before['high']:.0%}) and after rewards ({after['low']:.0%} to {after['high']:.0%})",
             ),

@@ -1,8 +1,9 @@
 """``pytest --mistakes``: grades each known mistake as if it were the answer.
 
-A test must catch it, as the chapter's record says, and the diagnosis must name it. ``--record`` writes the record.
+A test must catch it, and the diagnosis must name it, with the chapter's record. ``--record`` writes the record.
 """
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from lib.workbook.grading import firsts
 from lib.workbook.grading.likeness import Outcome, looks_like
 from lib.workbook.grading.mistakes import Mistake, mistakes_of
 
-FIRST = "first failure"  # a report's property, for the record
+FIRST, OLD = "first failure", "old record"  # properties of reports
 
 
 class MistakeItem(pytest.Item):
@@ -31,27 +32,35 @@ class MistakeItem(pytest.Item):
                 raise AssertionError(f"{test.name} did not grade the mistake: {outcome.error}")
             if not outcome.passed:
                 self.add_report_section("call", "caught", f"{test.name}: {outcome.error!r}"[:2000])
-                self._is_recorded(test, outcome)
-                if not self.config.option.record:
+                if self.config.option.record:
+                    self._record(test, outcome)
+                else:
                     self._is_named(test, outcome)
                 return
         raise AssertionError(f"no test catches the mistake of {self.mistake.name}: {self.mistake.sentence}")
 
-    def _is_recorded(self, test, outcome: Outcome) -> None:
-        """Raises AssertionError if the chapter's record says otherwise how the mistake fails first."""
-        wrong, drawn = self.mistake, firsts.NOT_COMPARED
-        if diagnosis.is_diagnosable(outcome) and not test.get_closest_marker("memory_limit"):
-            drawn = firsts.sketch(outcome)
+    def _record(self, test, outcome: Outcome) -> None:
+        """Note how the mistake fails first, for the record; that it varies, if the same check ends otherwise again."""
+        drawn, wrong = self._sketch(test, outcome), self.mistake
+        if drawn != firsts.NOT_COMPARED:
+            again = diagnosis.Trials(self.trials.run).of_mistake(wrong, test)
+            drawn = drawn if firsts.are_like(drawn, self._sketch(test, again)) else firsts.NOT_COMPARED
         self.user_properties.append((FIRST, (wrong.module, wrong.name, firsts.short(wrong), test.name, drawn)))
-        check, known = firsts.first_failures([wrong]).get(wrong.key, (test.name, drawn))
-        if not self.config.option.record and (
-            check != test.name or (drawn != known and not firsts.are_like(drawn, known))
-        ):
-            path = firsts.record_path(wrong.module).relative_to(ROOT)
-            raise AssertionError(
-                f"{path} is old: the mistake fails {test.name} first ({drawn}), not {check}"
-                f" ({known})\n  renew it with: pytest --mistakes --record {path.parent} -k {wrong.name}"
-            )
+
+    def _sketch(self, test, outcome: Outcome) -> str:
+        if not diagnosis.is_diagnosable(outcome) or test.get_closest_marker("memory_limit"):
+            return firsts.NOT_COMPARED
+        return firsts.sketch(outcome)
+
+    def _is_old(self, test, outcome: Outcome) -> bool:
+        """Whether the record says otherwise how the mistake fails first; the end of the run says so, too."""
+        if (known := firsts.first_failures([self.mistake]).get(self.mistake.key)) is None:
+            return False
+        check, drawn = known
+        is_old = check != test.name or not firsts.are_like(drawn, firsts.sketch(outcome))
+        if is_old:
+            self.user_properties.append((OLD, str(firsts.record_path(self.mistake.module).relative_to(ROOT))))
+        return is_old
 
     def _is_named(self, test, outcome: Outcome) -> None:
         """Raises AssertionError unless the diagnosis is the mistake's own sentence."""
@@ -59,7 +68,9 @@ class MistakeItem(pytest.Item):
             return
         others = diagnosis.comparable(self.tests, test)
         known = mistakes_of(self.mistake.module, self.mistake.name)
-        known = firsts.candidates(known, test.name, outcome, {other.name for other in self.tests if other is not test})
+        if not self._is_old(test, outcome):
+            ruled_out = {other.name for other in self.tests if other is not test}
+            known = firsts.candidates(known, test.name, outcome, ruled_out)
         known = [m for m in known if self._gets_as_far(m, test, others)]
         try_answer = lambda check: self.trials.of_mistake(self.mistake, check)
         said = looks_like(test, outcome, others, known, try_answer, self.trials.of_mistake, confirmed_by=0)
@@ -118,6 +129,16 @@ def scheduler(config, log):
 def record(reports: list) -> list[Path]:
     """Write the record of first failures from the reports of all processes, and return its files."""
     return firsts.write([value for one in reports for key, value in one.user_properties if key == FIRST])
+
+
+def told(reports: list) -> list[str]:
+    """A line for each record of which lines are old."""
+    found = Counter(value for one in reports for key, value in one.user_properties if key == OLD)
+    return [
+        f"{n} lines of {path} are old, so that their mistakes were diagnosed without them; renew them with: "
+        f"pytest --mistakes --record {Path(path).parent}"
+        for path, n in sorted(found.items())
+    ]
 
 
 def run_item(item: pytest.Item) -> None:

@@ -396,6 +396,8 @@ class Checks:
             terminalreporter.section("known mistakes as answers")
             for line in live.summary(self.reports):
                 terminalreporter.write_line(line)
+        for line in mistakes.told(self.reports):
+            terminalreporter.write_line(line)
         if self.is_trusted or not self.marks.rows:
             return
         terminalreporter.section("exercises")

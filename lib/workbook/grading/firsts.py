@@ -3,7 +3,7 @@
 An answer that fails a check first, after it passed those before, can only make a mistake whose first failure is that
 check. The record says which these are, and sketches their failures, so that most of them are set aside unseen.
 The others are run, and compared exactly; so the record may be coarse, and old or missing entries cost time only.
-``pytest --mistakes`` compares the record with what it sees.
+``pytest --mistakes`` says which lines are old.
 """
 
 import functools
@@ -24,7 +24,8 @@ TOLERANCE = 0.01  # of a failure's numbers, relative to all of them together; ot
 CHANGING = re.compile(
     r"0x[0-9a-f]+|\d+\.\d*(?:e[-+]?\d+)?|\d+e[-+]?\d+|:\d+\)|/\S+/|, for \d+ s|\(the limit is [^)]*\)"
 )
-NOT_COMPARED = "-"  # the sketch of a failure that no diagnosis compares, such as a time limit
+NOT_COMPARED = "-"
+"""In place of a sketch: no diagnosis compares the failure, such as a time limit, or it is not the same each time."""
 TURNS = (0.7, 1.9)  # radians by which the weight of a number turns from one to the next, in each of the two sums
 
 
@@ -147,7 +148,8 @@ def write(found: list[tuple[str, str, str, str, str]]) -> list[Path]:
         firsts |= {wrong: first for m, e, wrong, *first in found if (m, e) == (module, exercise)}
         by_check: dict[str, dict[str, str]] = {}
         for wrong, (check, drawn) in firsts.items():
-            by_check.setdefault(check, {})[wrong] = drawn
+            if drawn != NOT_COMPARED:
+                by_check.setdefault(check, {})[wrong] = drawn
         records.setdefault(module, dict(recorded(module)))[exercise] = by_check
     for module, record in records.items():
         text = json.dumps(record, indent=1, sort_keys=True, ensure_ascii=False)

@@ -2,6 +2,9 @@
 
 import copy
 import math
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -64,6 +67,14 @@ def test_a_product_of_one_row(device, width):
     expected = stream + linear(x, weight)
     assert one_row(x, weight, into=stream) is stream
     close(stream, expected)
+
+
+@pytest.mark.time_limit(240)
+def test_the_kernels_of_a_step_compile_for_a_gpu(tmp_path):
+    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-m", "tests.house.fast.serving_program"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 @on_both

@@ -1,0 +1,41 @@
+"""Compile the kernels of a serving step for a Hopper GPU, on whatever machine this is.
+
+Triton's interpreter takes Python that its compiler refuses.
+"""
+
+from typing import Any
+
+from triton import compile as compile_kernel
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from lib.fast.attention.paged import prompt_attention_kernel
+from lib.fast.parts.packed import packed_attention_kernel
+from lib.fast.parts.rows import rotate_and_store_kernel
+
+B16, F32, I32, I64, WHOLE = "*bf16", "*fp32", "*i32", "*i64", "i32"
+CACHES = {"*bf16": 0.0, "*i8": 127.0, "*fp8e4nv": 448.0}
+SIZES = {"H": WHOLE, "G": WHOLE, "M": WHOLE, "Q": WHOLE, "scale": "fp32"}
+
+
+def build(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> None:
+    """Compile a kernel whose parameters have these types or constant values."""
+    known = dict.fromkeys(constants, "constexpr") | SIZES | types
+    signature = {param.name: known[param.name] for param in kernel.params}
+    places = {(i,): constants[p.name] for i, p in enumerate(kernel.params) if p.name in constants}
+    compile_kernel(ASTSource(kernel, signature, places), target=GPUTarget("cuda", 90, 32))
+
+
+for cache, largest in CACHES.items():
+    pools = {"keys": cache, "values": cache}
+    pools |= dict.fromkeys(("key_scales", "value_scales"), F32 if largest else cache)
+    stored = {"qkv": B16, "rope": F32, "positions": I64, "slots": I64, **pools}
+    build(rotate_and_store_kernel, stored, {"D": 64, "PAIRS": 32, "LARGEST": largest})
+    sizes = {"SIZE": 16, "GROUP": 2, "D": 64, "WIDTH": 64, "COLS": 32}
+    tiles = dict.fromkeys(("tables", "sequences", "rows", "positions", "counts"), I32)
+    prompts = {"HEADS": 2, "QUERIES": 8, "SCALED": largest > 0}
+    build(prompt_attention_kernel, {"qkv": B16, "out": B16, **pools, **tiles}, sizes | prompts)
+    if largest:
+        queries = {"q": B16, "tables": I32, "lengths": I32, "o": F32, "lse": F32}
+        build(packed_attention_kernel, queries | pools, sizes | {"ROWS": 16})
+print("compiled")
