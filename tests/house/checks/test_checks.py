@@ -201,7 +201,7 @@ def test_a_mistake_that_no_test_catches_is_named(book):
     assert "no test catches the mistake of halves: is right" in done.out
 
 
-def test_how_each_mistake_fails_first_is_recorded_compared_and_used(book):
+def test_how_each_mistake_fails_first_is_recorded_and_used(book):
     file = book.root / "tests/chapter_01/mistakes.json"
     assert book.pytest("--mistakes", "--record", "tests").returncode == 0
     record = json.loads(file.read_text())
@@ -212,9 +212,9 @@ def test_how_each_mistake_fails_first_is_recorded_compared_and_used(book):
     sketches = record["double"].pop("test_double_by_hand")
     file.write_text(json.dumps(record | {"double": {"test_double_refuses_too_much": sketches}}))
     done = book.pytest("--mistakes", "tests/chapter_01")
-    assert "2 failed, 2 passed" in done.out
-    assert "the mistake fails test_double_by_hand first" in done.out
-    assert "renew it with: pytest --mistakes --record tests/chapter_01 -k double" in done.out
+    assert done.returncode == 0, done.out
+    assert "2 lines of tests/chapter_01/mistakes.json are old" in done.out
+    assert "renew them with: pytest --mistakes --record tests/chapter_01" in done.out
     book.answer("double", "return x * x")
     assert "looks like" not in book.pytest("tests/chapter_01").out  # an old record says nothing rather than the wrong
 
