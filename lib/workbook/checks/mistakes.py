@@ -135,8 +135,8 @@ def told(reports: list) -> list[str]:
     """A line for each record of which lines are old."""
     found = Counter(value for one in reports for key, value in one.user_properties if key == OLD)
     return [
-        f"{n} lines of {path} are old, so that their mistakes were diagnosed without them; renew them with: "
-        f"pytest --mistakes --record {Path(path).parent}"
+        f"{path}: old lines: {n}; their mistakes were diagnosed without them; "
+        f"renew them with: pytest --mistakes --record {Path(path).parent}"
         for path, n in sorted(found.items())
     ]
 
