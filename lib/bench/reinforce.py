@@ -16,6 +16,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from scipy import stats
+
 from lib.bench.kit import record, spread
 from lib.given.data.record import MEASUREMENTS
 from lib.runs.engine import state as checkpoints
@@ -28,8 +30,6 @@ RATES = ("rollout_tokens_per_s", "train_tokens_per_s", "rollout_idle", "train_id
 LOOKS = ("step", "held_out_right", "held_out_low", "held_out_high", "held_out_format", "held_out_length", "sample")
 GAP_S = 5.0
 """Between two samples of the power that are further apart, the run was not running."""
-T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}
-"""Student's t for an interval of 95 %, by the number of seeds."""
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -106,7 +106,7 @@ def curve(seeds: list[list[float]], window: int) -> list[dict[str, float | None]
         end = min(begin + window, length)
         means = [statistics.fmean(seed[begin:end]) for seed in seeds]
         mean, n = statistics.fmean(means), len(means)
-        half = T_95[n] * statistics.stdev(means) / math.sqrt(n) if n > 1 else None
+        half = stats.t.ppf(0.975, n - 1) * statistics.stdev(means) / math.sqrt(n) if n > 1 else None
         points.append({"step": end, "mean": mean,
                        "low": None if half is None else mean - half,
                        "high": None if half is None else mean + half})  # fmt: skip

@@ -21,7 +21,7 @@ Row = list[str]
 def show_runs() -> str:
     """Draw the recorded runs and return their tables as Markdown; a line that says how to record some if none are."""
     if not (MEASUREMENTS / "reinforce.json").exists():
-        return "No longer runs have been recorded yet; `python -m lib.bench.reinforce` records yours."
+        return "Longer runs have not been recorded yet; `python -m lib.bench.reinforce` records yours."
     measured = load("reinforce")
     draw(measured["results"])
     return tables(measured)

@@ -49,7 +49,8 @@ def test_finished_runs_are_recorded_with_what_they_cost(tmp_path):
 def test_a_curve_over_seeds_has_students_interval():
     first, last = reinforce.curve([[0.0, 0.2, 1.0], [0.2, 0.4, 1.0], [0.4, 0.6, 1.0, 9.0]], 2)
     assert (first["step"], last["step"]) == (2, 3)
-    half = 4.303 * 0.2 / 3**0.5
+    quantile = 0.95 * (2 / (4 * 0.975 * 0.025)) ** 0.5  # Student's with two degrees of freedom has this closed form
+    half = quantile * 0.2 / 3**0.5
     assert [first[key] for key in ("low", "mean", "high")] == pytest.approx([0.3 - half, 0.3, 0.3 + half])
     assert last["low"] == last["high"] == pytest.approx(1.0)
 
