@@ -3,6 +3,7 @@
 import functools
 import inspect
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -45,14 +46,14 @@ _TO_ROOT = ("reduce", "gather", "gather_object")
 class Pending:
     """The handle of an operation that was started, with a ``wait`` that is recorded."""
 
-    def __init__(self, work, journal: Journal, index: int):
+    def __init__(self, work: dist.Work, journal: Journal, index: int):
         self._work, self._journal, self._index = work, journal, index
 
-    def wait(self, *args, **kwargs):
+    def wait(self, *args: Any, **kwargs: Any) -> bool:
         with self._journal.waiting(self._index):
             return self._work.wait(*args, **kwargs)
 
-    def __getattr__(self, name: str):
+    def __getattr__(self, name: str) -> Any:
         return getattr(self._work, name)
 
 
@@ -67,11 +68,11 @@ def record_collectives(journal: Journal) -> None:
         setattr(dist, name, function)
 
 
-def _recorded(name: str, function, journal: Journal):
+def _recorded(name: str, function: Callable[..., Any], journal: Journal) -> Callable[..., Any]:
     signature = inspect.signature(function)
 
     @functools.wraps(function)
-    def call(*args, **kwargs):
+    def call(*args: Any, **kwargs: Any) -> Any:
         if journal.is_inside:
             return function(*args, **kwargs)
         try:

@@ -4,6 +4,7 @@ import json
 import time
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 from lib.ranks.ledger import Ledger, Milestone, Record
 
@@ -39,7 +40,7 @@ class RankView:
         for line in new.splitlines():
             self._take(json.loads(line))
 
-    def _take(self, event: dict) -> None:
+    def _take(self, event: dict[str, Any]) -> None:
         kind, at = event["event"], event["at"]
         if kind == "begin":
             room = tuple(event["room"]) if event.get("room") else None

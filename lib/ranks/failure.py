@@ -2,6 +2,7 @@
 
 import re
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,15 @@ class RankFailure(Exception):
     ``per_rank`` says where each rank was; ``ledgers`` and ``outputs`` hold what each rank did and printed until then.
     """
 
-    def __init__(self, message: str, *, kind: str = "missing", rank: int | None = None, per_rank=(), **facts):
+    def __init__(
+        self,
+        message: str,
+        *,
+        kind: str = "missing",
+        rank: int | None = None,
+        per_rank: "Iterable[RankState]" = (),
+        **facts: Any,
+    ):
         super().__init__(message)
         self.message, self.kind, self.rank = message, kind, rank
         self.per_rank: list[RankState] = list(per_rank)
@@ -66,11 +75,11 @@ class RankFailure(Exception):
         self.ledgers: list[Ledger] = list(facts.get("ledgers", ()))
         self.outputs: list[str] = list(facts.get("outputs", ()))
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str, dict[str, Any]]]:
         return _again, (self.message, dict(self.__dict__))
 
 
-def _again(message: str, facts: dict) -> RankFailure:
+def _again(message: str, facts: dict[str, Any]) -> RankFailure:
     failure = RankFailure(message)
     failure.__dict__.update(facts)
     return failure
@@ -99,7 +108,7 @@ def explain(
     stacks: dict[int, Path],
     limit_s: float | None,
     outputs: list[str],
-):
+) -> tuple[str, int | None, str, list[RankState]]:
     """Kind, culprit, message and the state of each rank.
 
     ``limit_s`` is the time limit, if it was reached; ``outputs`` is what each rank and its libraries printed.
@@ -172,7 +181,14 @@ def _culprit(outcomes: dict[int, Outcome]) -> int | None:
     return min(rank for rank, outcome in bad.items() if outcome.text == first.text)
 
 
-def _gone(views, outcomes, states, culprit: int, disagreement: str, output: str) -> tuple[str, list[str]]:
+def _gone(
+    views: list[RankView],
+    outcomes: dict[int, Outcome],
+    states: list[RankState],
+    culprit: int,
+    disagreement: str,
+    output: str,
+) -> tuple[str, list[str]]:
     """Kind and message for a rank that raised or died."""
     view, state, outcome = views[culprit], states[culprit], outcomes[culprit]
     if disagreement and (view.failed_in is not None or view.open):

@@ -97,7 +97,7 @@ def ask(where: str, request: Request, output: int, fds: Sequence[int] = ()) -> F
         raise
 
 
-def start(where: str, modules: Sequence[str], **settings: Any) -> subprocess.Popen:
+def start(where: str, modules: Sequence[str], **settings: Any) -> subprocess.Popen[bytes]:
     """Start a server and wait until it listens.
 
     Args:
@@ -171,7 +171,9 @@ def _import(names: Sequence[str]) -> None:
         gc.freeze()
 
 
-def _start(wire: socket.socket, listener: socket.socket, running: dict) -> tuple[str, ...]:
+def _start(
+    wire: socket.socket, listener: socket.socket, running: dict[socket.socket, tuple[int, int]]
+) -> tuple[str, ...]:
     """Read a request and fork its program; return the modules to import for the next one."""
     wire.settimeout(10)
     told, fds, *_ = socket.recv_fds(wire, 1, 8)

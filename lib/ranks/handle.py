@@ -12,9 +12,11 @@ import sys
 import tempfile
 import time
 import uuid
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from typing import Any
 
 from lib.ranks import forkserver, mpi_launch
 from lib.ranks.failure import RankFailure
@@ -48,7 +50,7 @@ class Handle:
     n_tasks: int = 0
     workers: list[Worker] = field(default_factory=list)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         mpiexec = _require(self.backend)
         self.folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         if len(str(self.folder)) > 90:  # a socket's path has about a hundred characters
@@ -63,7 +65,7 @@ class Handle:
             self.process = self._start_keeper(mpiexec, theirs.fileno(), log.fileno())
         self.control = Connection(ours.detach())
 
-    def _start_keeper(self, mpiexec: str, control: int, log: int) -> "subprocess.Popen | forkserver.Forked":
+    def _start_keeper(self, mpiexec: str, control: int, log: int) -> "subprocess.Popen[bytes] | forkserver.Forked":
         """Start the keeper; if this process came from a fork server, as a fork of it,
         which saves seconds of imports.
         """
@@ -92,7 +94,7 @@ class Handle:
         return ""
 
     @contextlib.contextmanager
-    def alone(self):
+    def alone(self) -> Iterator[None]:
         """Hold the pool: processes that share it take turns."""
         with open(self.folder / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -100,13 +102,13 @@ class Handle:
 
     # ---- commands to the keeper, and its events ----
 
-    def tell(self, *command) -> None:
+    def tell(self, *command: object) -> None:
         try:
             self.control.send_bytes(pickle.dumps(command))
         except OSError:
             raise self.broken("the process that keeps the ranks has ended") from None
 
-    def hear(self, timeout_s: float) -> tuple:
+    def hear(self, timeout_s: float) -> tuple[Any, ...]:
         """The keeper's next event about our ranks; () if none came in time.
 
         Raises:
@@ -114,14 +116,14 @@ class Handle:
         """
         try:
             while self.control.poll(timeout_s):
-                event = pickle.loads(self.control.recv_bytes())
+                event: tuple[Any, ...] = pickle.loads(self.control.recv_bytes())
                 if event[1] == self.tag:
                     return event
         except (EOFError, OSError):
             raise self.broken("the process that keeps the ranks has ended") from None
         return ()
 
-    def hear_of(self, kind: str) -> tuple:
+    def hear_of(self, kind: str) -> tuple[Any, ...]:
         """The keeper's next event of this kind; skips others."""
         deadline = time.monotonic() + START_LIMIT_S
         while time.monotonic() < deadline:

@@ -9,6 +9,8 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
+from typing import Any
 
 from lib.ranks.places import user_line
 
@@ -20,20 +22,20 @@ class Journal:
 
     def __init__(self, path: str):
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        self._seq: Counter = Counter()
+        self._seq: Counter[str] = Counter()
         self._n_begun = 0
         self._thread = threading.local()
 
     @property
     def is_inside(self) -> bool:
         """Whether this thread is inside a recorded call: calls that it makes there are the library's own."""
-        return getattr(self._thread, "inside", False)
+        return bool(getattr(self._thread, "inside", False))
 
-    def write(self, event: str, **facts) -> None:
+    def write(self, event: str, **facts: Any) -> None:
         os.write(self._file, (json.dumps({"event": event, "at": time.monotonic(), **facts}) + "\n").encode())
 
     @contextlib.contextmanager
-    def call(self, op: str, **facts):
+    def call(self, op: str, **facts: Any) -> Iterator[int]:
         """Record a call's beginning and end; yields its index, by which `waiting` refers to it."""
         self._seq[op] += 1
         index, self._n_begun = self._n_begun, self._n_begun + 1
@@ -50,7 +52,7 @@ class Journal:
             self._thread.inside = False
 
     @contextlib.contextmanager
-    def waiting(self, index: int):
+    def waiting(self, index: int) -> Iterator[None]:
         """Record that the rank waits for a call that it started earlier."""
         if self.is_inside:
             yield

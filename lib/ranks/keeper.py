@@ -66,7 +66,7 @@ class Keeper:
                     return
                 getattr(self, command)(*rest)
 
-    def tell(self, *event) -> None:
+    def tell(self, *event: object) -> None:
         with contextlib.suppress(OSError):
             self.control.send_bytes(pickle.dumps(event))
 
@@ -153,7 +153,7 @@ class Keeper:
 
 def _lives(pid: int) -> bool:
     try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.Error:
         return False
 

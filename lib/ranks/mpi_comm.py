@@ -2,7 +2,8 @@
 
 import functools
 import inspect
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Self
 
 from mpi4py import MPI
 
@@ -51,7 +52,7 @@ class _Context:
 class _Recorded:
     """What all recorded communicators have in common."""
 
-    def _adopt(self, context: _Context):
+    def _adopt(self, context: _Context) -> Self:
         group = self.Get_group()  # type: ignore[attr-defined]
         self.context, self.ranks = context, tuple(MPI.Group.Translate_ranks(group, None, context.world))
         self.stream = context.name(self.ranks)
@@ -69,7 +70,7 @@ class RecordedCart(_Recorded, MPI.Cartcomm):
 class RecordedRequest(MPI.Request):
     """An `MPI.Request` that records its waits."""
 
-    def _adopt(self, journal: Journal, index: int):
+    def _adopt(self, journal: Journal, index: int) -> Self:
         self.journal, self.index = journal, index
         return self
 
@@ -87,15 +88,16 @@ def adopt(comm: Any, context: _Context) -> Any:
 
 def recorded_world(journal: Journal, comm: MPI.Intracomm) -> RecordedComm:
     """The communicator of a task, recorded."""
-    return adopt(comm, _Context(journal, comm))
+    recorded: RecordedComm = adopt(comm, _Context(journal, comm))
+    return recorded
 
 
-def _method(name: str, base: type):
+def _method(name: str, base: type) -> Callable[..., Any]:
     plain = getattr(base, name)
     signature = inspect.signature(plain)
 
     @functools.wraps(plain)
-    def call(self, *args, **kwargs):
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         journal = self.context.journal
         if journal.is_inside:
             return plain(self, *args, **kwargs)
@@ -112,7 +114,7 @@ def _method(name: str, base: type):
     return call
 
 
-def _facts(comm, name: str, given: dict[str, Any]) -> dict[str, Any]:
+def _facts(comm: Any, name: str, given: dict[str, Any]) -> dict[str, Any]:
     """A call's entry in the ledger, from its arguments."""
     kind = name.lower().removeprefix("i") if name[0] == "I" else name
     kind = kind.lower()
@@ -134,7 +136,7 @@ def _facts(comm, name: str, given: dict[str, Any]) -> dict[str, Any]:
     return {**facts, **_peers(comm, name, kind, given)}
 
 
-def _peers(comm, name: str, kind: str, given: dict[str, Any]) -> dict[str, Any]:
+def _peers(comm: Any, name: str, kind: str, given: dict[str, Any]) -> dict[str, Any]:
     to, source, root = given.get("dest"), given.get("source", MPI.ANY_SOURCE), None
     if name in _SENDS + _BOTH:
         to = None if to in (None, MPI.PROC_NULL) else comm.ranks[to]
@@ -170,11 +172,11 @@ def _sizes(payload: Any, pickled: bool) -> tuple[int, int | None, str]:
     return n_bytes, n_elements, dtype
 
 
-def _wait_method(name: str):
+def _wait_method(name: str) -> Callable[..., Any]:
     plain = getattr(MPI.Request, name)
 
     @functools.wraps(plain)
-    def call(self, *args, **kwargs):
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not hasattr(self, "journal"):
             return plain(self, *args, **kwargs)
         with self.journal.waiting(self.index):
@@ -183,11 +185,11 @@ def _wait_method(name: str):
     return call
 
 
-def _wait_many(name: str):
+def _wait_many(name: str) -> Callable[..., Any]:
     plain = getattr(MPI.Request, name)
 
     @functools.wraps(plain)
-    def call(requests, *args, **kwargs):
+    def call(requests: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         known = [r for r in requests if isinstance(r, RecordedRequest) and r != MPI.REQUEST_NULL]
         if not known:
             return plain(requests, *args, **kwargs)

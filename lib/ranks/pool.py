@@ -74,7 +74,7 @@ class Pool:
 
     def run(
         self,
-        function: Callable,
+        function: Callable[..., Any],
         *args: Any,
         n_ranks: int = 2,
         time_limit_s: float = 10.0,
@@ -108,7 +108,7 @@ class Pool:
             with self._handle.alone():
                 return self._run(self._handle, header, show_output)
 
-    def _run(self, handle: Handle, header: dict, show_output: bool) -> Result:
+    def _run(self, handle: Handle, header: dict[str, Any], show_output: bool) -> Result:
         folder = handle.folder / uuid.uuid4().hex
         folder.mkdir()
         done, watch = False, None
@@ -178,7 +178,7 @@ def _surroundings() -> dict[str, Any]:
     return {"path": list(sys.path), "cwd": os.getcwd()}
 
 
-def _named(function: Callable) -> tuple[str, str, str | None]:
+def _named(function: Callable[..., Any]) -> tuple[str, str, str | None]:
     """Module, qualified name and file by which a rank finds the function."""
     module, qualname = getattr(function, "__module__", None), getattr(function, "__qualname__", "<none>")
     if module is None or "<" in qualname:
@@ -192,7 +192,7 @@ def _named(function: Callable) -> tuple[str, str, str | None]:
     return module, qualname, str(Path(file).resolve()) if file else None
 
 
-def _send(workers: list[Worker], header: dict) -> None:
+def _send(workers: list[Worker], header: dict[str, Any]) -> None:
     for worker in workers:
         try:
             worker.connection.send_bytes(pickle.dumps(header))

@@ -56,5 +56,6 @@ def cpu_seconds(pid: int) -> float:
     import psutil
 
     with contextlib.suppress(psutil.Error):
-        return sum(psutil.Process(pid).cpu_times()[:2])
+        times = psutil.Process(pid).cpu_times()
+        return float(times.user + times.system)
     return 0.0

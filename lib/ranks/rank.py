@@ -13,6 +13,7 @@ import signal
 import sys
 import sysconfig
 from multiprocessing.connection import Client
+from typing import Any
 
 end_with_parent = runpy.run_path(os.path.join(os.path.dirname(__file__), "processes.py"))["end_with_parent"]
 
@@ -36,7 +37,7 @@ def serve(address: str, tag: str, rank: int, world_size: int) -> None:
         os._exit(0)
 
 
-def _enter(header: dict, environment: dict[str, str]) -> None:
+def _enter(header: dict[str, Any], environment: dict[str, str]) -> None:
     """Adopt the caller's environment, folder and path, and forget imports of files that may have changed since."""
     os.environ.clear()
     os.environ.update(environment)
@@ -57,7 +58,7 @@ _INSTALLED = tuple(
 )
 
 
-def _is_ours(name: str, module) -> bool:
+def _is_ours(name: str, module: object) -> bool:
     """Whether a module belongs neither to Python nor to an installed library."""
     if name.split(".")[0] in ("lib", "solutions", "tests", "__ranks_main__"):
         return True

@@ -12,14 +12,23 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Iterator
+from types import FrameType
+from typing import TYPE_CHECKING, Any
 
 from lib.ranks.journal import Journal, open_journal
 from lib.ranks.places import is_user_file, shown
 
-Outcome = dict
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
+    from lib.ranks.mpi_comm import RecordedComm
+
+Header = dict[str, Any]  # what `Pool.run` asks of its ranks
+Outcome = dict[str, Any]
 
 
-def run_task(header: dict, rank: int) -> bytes:
+def run_task(header: Header, rank: int) -> bytes:
     """Run the task that ``header`` describes as this rank; returns the pickled outcome and never raises."""
     folder = header["folder"]
     journal = open_journal(f"{folder}/journal-{rank}")
@@ -41,7 +50,7 @@ def run_task(header: dict, rank: int) -> bytes:
     return pickle.dumps(outcome)
 
 
-def _write_frames(file: int, frame) -> None:
+def _write_frames(file: int, frame: FrameType | None) -> None:
     """Write where Python is, innermost frame first, in faulthandler's format."""
     lines = []
     while frame is not None:
@@ -50,7 +59,7 @@ def _write_frames(file: int, frame) -> None:
     os.write(file, "".join(lines).encode())
 
 
-def _attempt(header: dict, rank: int, journal: Journal) -> Outcome:
+def _attempt(header: Header, rank: int, journal: Journal) -> Outcome:
     try:
         with _PEERS[header["backend"]](header, rank, journal) as first:
             journal.write("importing")
@@ -65,9 +74,9 @@ def _attempt(header: dict, rank: int, journal: Journal) -> Outcome:
         return _described(error)
 
 
-def _find(module: str, qualname: str, file: str | None):
+def _find(module: str, qualname: str, file: str | None) -> Any:
     """The function, imported by its module's name, or from its file if that name belongs to another file."""
-    found = None
+    found: Any = None
     if module != "__main__":
         with contextlib.suppress(ModuleNotFoundError):
             found = importlib.import_module(module)
@@ -86,7 +95,7 @@ def _find(module: str, qualname: str, file: str | None):
     return found
 
 
-def _pickled_value(value) -> bytes:
+def _pickled_value(value: object) -> bytes:
     try:
         return pickle.dumps(value)
     except Exception as error:
@@ -107,7 +116,7 @@ def _described(error: BaseException) -> Outcome:
 
 
 @contextlib.contextmanager
-def _output_to(path: str):
+def _output_to(path: str) -> Iterator[None]:
     """Send what this process prints, from Python or from C, into a file."""
     sys.stdout.flush()
     sys.stderr.flush()
@@ -126,7 +135,7 @@ def _output_to(path: str):
             os.close(old)
 
 
-def _store(path: str, rank: int, timeout: datetime.timedelta):
+def _store(path: str, rank: int, timeout: datetime.timedelta) -> "TCPStore":
     """The store of all ranks: rank 0 keeps it, on a port of this machine alone, and writes the port to ``path``.
 
     A FileStore would need no port, but it looks for a key only every 10 ms, which took half of a pipeline's step on
@@ -151,7 +160,7 @@ def _store(path: str, rank: int, timeout: datetime.timedelta):
 
 
 @contextlib.contextmanager
-def _gloo(header: dict, rank: int, journal: Journal):
+def _gloo(header: Header, rank: int, journal: Journal) -> Iterator[tuple[int, int]]:
     """A default process group; it lives as long as this process."""
     import torch
     import torch.distributed as dist
@@ -167,7 +176,7 @@ def _gloo(header: dict, rank: int, journal: Journal):
 
 
 @contextlib.contextmanager
-def _mpi(header: dict, rank: int, journal: Journal):
+def _mpi(header: Header, rank: int, journal: Journal) -> "Iterator[tuple[RecordedComm]]":
     """A communicator of this task's own, of the first ranks of the warm world;
     it replaces COMM_WORLD during the task.
     """
@@ -179,10 +188,10 @@ def _mpi(header: dict, rank: int, journal: Journal):
     members = world.Get_group().Incl(range(header["n_ranks"]))
     comm = recorded_world(journal, world.Create_group(members))
     try:
-        MPI.COMM_WORLD, MPI.Request = comm, RecordedRequest  # type: ignore[misc]
+        MPI.COMM_WORLD, MPI.Request = comm, RecordedRequest
         yield (comm,)
     finally:
-        MPI.COMM_WORLD, MPI.Request = world, request  # type: ignore[misc]
+        MPI.COMM_WORLD, MPI.Request = world, request
 
 
 _PEERS = {"gloo": _gloo, "mpi": _mpi}

@@ -7,6 +7,7 @@ import signal
 import time
 from multiprocessing.connection import wait
 from pathlib import Path
+from typing import Any
 
 from lib.ranks.deadlock import RankView, blockers, stuck
 from lib.ranks.failure import Outcome, RankFailure, explain
@@ -137,7 +138,7 @@ class Watch:
         self._take_late()
         stacks = {w.rank: self.folder / f"stack-{w.rank}" for w in self.workers}
         kind, culprit, message, states = explain(self.views, self.outcomes, stacks, limit_s, self._raw_outputs())
-        if kind == "died" and not self.views[culprit].has_begun:
+        if kind == "died" and culprit is not None and not self.views[culprit].has_begun:
             message += f"\n{self.handle.log('keeper')[-2000:]}"
         error = _loaded(self.outcomes[culprit].error) if culprit is not None and kind == "raised" else None
         return RankFailure(
@@ -199,7 +200,7 @@ def _signal(pid: int, number: int) -> None:
         os.kill(pid, number)
 
 
-def _outcome(told: dict) -> Outcome:
+def _outcome(told: dict[str, Any]) -> Outcome:
     if "value" in told:
         return Outcome("returned", value=told["value"])
     text = f"{told['type']}: {brief(told['text'])}".removesuffix(": ")

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from lib.given.data.record import MEASUREMENTS, where
 from lib.workbook.book import contracts
@@ -149,7 +150,7 @@ def program(measurement: str) -> str:
     return modules[max(names, key=len)]
 
 
-def hardware(measured: dict) -> str:
+def hardware(measured: dict[str, Any]) -> str:
     """Machine and date as `where` writes them, with equal accelerators counted ("4 NVIDIA H200")."""
     found = measured["machine"].get("accelerators", [])
     counted = [f"{found.count(name)} {name}" for name in dict.fromkeys(found)]

@@ -79,7 +79,7 @@ def forget_reference(module: str) -> None:
             delattr(package, module)
 
 
-def _watch(event: str, args: tuple) -> None:
+def _watch(event: str, args: tuple[Any, ...]) -> None:
     if event in ("open", "os.link") and isinstance(args[0], str | bytes | os.PathLike):
         reaches: Callable[[Any, Path], bool] = _is_reference
         what = [args[0]]
@@ -96,7 +96,7 @@ def _watch(event: str, args: tuple) -> None:
             )
 
 
-def _is_reference(path: str | bytes | os.PathLike, reference: Path) -> bool:
+def _is_reference(path: str | bytes | os.PathLike[str], reference: Path) -> bool:
     """Whether a path leads to the reference's source, under any name, or to its compiled code."""
     try:
         if os.path.samefile(path, reference):
@@ -113,7 +113,7 @@ def _names_reference(word: str, reference: Path) -> bool:
     return any(form in word for form in (f"solutions/{module}.py", f"solutions.{module}", f"solutions import {module}"))
 
 
-def _words(args: tuple) -> list[str]:
+def _words(args: tuple[Any, ...]) -> list[str]:
     found: list[str] = []
     for part in args[:2]:
         found += [

@@ -3,9 +3,11 @@
 import ast
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -183,7 +185,7 @@ class Chapter:
         raise KeyError(f"chapter {self.number} has no exercise {name!r}")
 
 
-def _entries(toc: list[dict]):
+def _entries(toc: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Every entry of a table of contents that is a file, in reading order."""
     for entry in toc:
         if "file" in entry:
@@ -202,7 +204,7 @@ def missing_book() -> str:
 
 
 @cache
-def _book() -> dict:
+def _book() -> dict[str, Any]:
     """What book.yml says.
 
     Raises:
@@ -210,11 +212,12 @@ def _book() -> dict:
     """
     if fault := missing_book():
         raise BookError(fault)
-    return yaml.load((ROOT / "book.yml").read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    text = (ROOT / "book.yml").read_text(encoding="utf-8")
+    return dict(yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
 
 
 @cache
-def pages() -> tuple[dict, ...]:
+def pages() -> tuple[dict[str, Any], ...]:
     """Every page of the book in reading order, as book.yml lists it."""
     return tuple(_entries(_book()["project"]["toc"]))
 

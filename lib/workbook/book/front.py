@@ -2,6 +2,7 @@
 
 import html
 import tomllib
+from typing import Any
 
 import yaml
 
@@ -140,7 +141,7 @@ def _race(model: str = "L/16", batch: int = 256, n_gpus: int = 4) -> tuple[str, 
     )
 
 
-def _short(measured: dict) -> str:
+def _short(measured: dict[str, Any]) -> str:
     """The hardware and the day, without the version of Python."""
     on, *_, date = hardware(measured).split(", ")
     return f"{on}, {date}"
@@ -176,7 +177,7 @@ def _door(head: str, text: str, url: str) -> str:
 def repository() -> str:
     """The address of the book's repository, from pyproject.toml."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    return project["urls"]["Source"]
+    return str(project["urls"]["Source"])
 
 
 def doors() -> Doors:

@@ -123,7 +123,7 @@ def with_figure_numbers(text: str, numbers: dict[str, str]) -> str:
     A link to an unknown label is left as it is; the site's build and tests/house find it.
     """
 
-    def linked(m: re.Match) -> str:
+    def linked(m: re.Match[str]) -> str:
         number = numbers.get(m["label"])
         return f"[Figure {number}{m['part'] or ''}](#{m['label']})" if number else m[0]
 

@@ -22,6 +22,7 @@ import ast
 import functools
 import importlib
 import importlib.abc
+import importlib.machinery
 import importlib.util
 import inspect
 import os
@@ -29,8 +30,9 @@ import sys
 import types
 import warnings
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from lib.workbook.book import boundary
 from lib.workbook.book.boundary import AnswerError
@@ -40,10 +42,12 @@ from lib.workbook.book.stubs import as_lib, contract_arguments, make_stub, marke
 
 VARIABLE = "WORKBOOK_WORLD"
 KINDS = ("fallback", "reference", "mine")
+Contracts = dict[str, dict[str, tuple[tuple[str, ...], frozenset[str]]]]  # as `contract_arguments` returns them
+Stamp = tuple[tuple[int, int] | None, ...]  # of each file its time and its size, or None if it is missing
 
 _active = ""
 _loaded: dict[str, dict[str, types.ModuleType]] = defaultdict(dict)
-_stamps: dict[str, tuple] = {}
+_stamps: dict[str, Stamp] = {}
 
 
 # called with True before a learner's module runs and with False after it,
@@ -114,7 +118,9 @@ def enter(new: str) -> str:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    def find_spec(self, fullname, path=None, target=None):
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
         chapter = chapters().get(fullname.removeprefix("lib.")) if fullname.startswith("lib.") else None
         if chapter is None:
             return None
@@ -147,7 +153,7 @@ class _Loader(importlib.abc.InspectLoader):
             _run_with_fallback(chapter, module)
 
 
-def stamp(chapter: Chapter) -> tuple:
+def stamp(chapter: Chapter) -> Stamp:
     """Changes when the learner's file or the reference does."""
     marks: list[tuple[int, int] | None] = []
     for path in (chapter.mine, chapter.reference):
@@ -264,7 +270,7 @@ def _lend_methods(chapter: Chapter, mine: type, theirs: type, names: list[str]) 
     )
 
 
-def _moved(value, owner: type):
+def _moved(value: Any, owner: type) -> Any:
     """A copy of a method from another class's body, in which ``super()`` refers to ``owner``."""
     if isinstance(value, staticmethod | classmethod):
         return type(value)(_moved(value.__func__, owner))
@@ -284,7 +290,7 @@ def _moved(value, owner: type):
 # ---- one graded name -------------------------------------------------------------------------------------------------
 
 
-def answer(module: str, name: str):
+def answer(module: str, name: str) -> Any:
     """The definition that this world uses for one graded name.
 
     Raises:
@@ -309,7 +315,7 @@ def answer(module: str, name: str):
     return found
 
 
-def check_signature(exercise: Exercise, found) -> None:
+def check_signature(exercise: Exercise, found: Any) -> None:
     """Check a definition's arguments: other chapters pass them by name, so their names are part of the contract.
 
     Raises:
@@ -336,10 +342,10 @@ def check_signature(exercise: Exercise, found) -> None:
             )
 
 
-_contracts: dict[str, dict] = {}
+_contracts: dict[str, Contracts] = {}
 
 
-def _contract(chapter: Chapter) -> dict:
+def _contract(chapter: Chapter) -> Contracts:
     """The result of `contract_arguments` for a chapter's stub."""
     if chapter.module not in _contracts:
         _contracts[chapter.module] = contract_arguments(make_stub(chapter))
@@ -371,36 +377,10 @@ def definition_lines(source: str) -> dict[str, int]:
     return found
 
 
-def provenance(found) -> tuple[Path, int] | None:
-    """File and line of a function's or class's definition; None if it has none."""
-    found = inspect.unwrap(getattr(found, "fn", found))  # a Triton kernel keeps its function in .fn
-    if isinstance(found, type):
-        for value in vars(found).values():
-            code = getattr(inspect.unwrap(value) if callable(value) else value, "__code__", None)
-            if code is not None:
-                return Path(code.co_filename), _class_line(Path(code.co_filename), found) or code.co_firstlineno
-        return None
-    code = getattr(found, "__code__", None)
-    return None if code is None else (Path(code.co_filename), code.co_firstlineno)
-
-
-def _class_line(path: Path, found: type) -> int | None:
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return None
-    starts = [
-        n
-        for n, line in enumerate(lines, 1)
-        if line.startswith((f"class {found.__name__}(", f"class {found.__name__}:"))
-    ]
-    return starts[-1] if starts else None
-
-
 # ---- a kernel that keeps running while files are edited --------------------------------------------------------------
 
 
-def refresh(namespace: dict | None = None) -> list[str]:
+def refresh(namespace: dict[str, Any] | None = None) -> list[str]:
     """Reload edited modules in place, and rebind the names in ``namespace`` that refer to their old definitions.
 
     Returns:

@@ -2,10 +2,12 @@
 and folders or pipes where a module should be.
 """
 
+import inspect
 import os
 import re
 import stat
 from pathlib import Path
+from typing import Any
 
 from lib.workbook.book.catalog import ROOT, BookError, Chapter
 
@@ -135,3 +137,32 @@ def write_stub(path: Path, text: str) -> None:
     """Write a whole stub, with the line ends and the byte order mark (if any) of the file that it replaces."""
     before = read_bytes(path).decode("utf-8", "replace") if path.exists() else ""
     write_mine(path, text.replace("\n", line_end(before)))
+
+
+# ---- where a definition is -------------------------------------------------------------------------------------------
+
+
+def provenance(found: Any) -> tuple[Path, int] | None:
+    """File and line of a function's or class's definition; None if it has none."""
+    found = inspect.unwrap(getattr(found, "fn", found))  # a Triton kernel keeps its function in .fn
+    if isinstance(found, type):
+        for value in vars(found).values():
+            code = getattr(inspect.unwrap(value) if callable(value) else value, "__code__", None)
+            if code is not None:
+                return Path(code.co_filename), _class_line(Path(code.co_filename), found) or code.co_firstlineno
+        return None
+    code = getattr(found, "__code__", None)
+    return None if code is None else (Path(code.co_filename), code.co_firstlineno)
+
+
+def _class_line(path: Path, found: type) -> int | None:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    starts = [
+        n
+        for n, line in enumerate(lines, 1)
+        if line.startswith((f"class {found.__name__}(", f"class {found.__name__}:"))
+    ]
+    return starts[-1] if starts else None

@@ -274,7 +274,8 @@ def _statements(source: str) -> list[ast.stmt]:
 
 def _first(node: ast.stmt) -> int:
     """The first line of a statement, including its decorators."""
-    return min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))])
+    decorators: list[ast.expr] = getattr(node, "decorator_list", [])
+    return min([node.lineno, *(d.lineno for d in decorators)])
 
 
 def source_of(source: str, name: str) -> str | None:

@@ -4,6 +4,8 @@ import contextlib
 import signal
 import threading
 import time
+from collections.abc import Iterator
+from types import FrameType
 
 
 class TimeLimit(BaseException):
@@ -11,7 +13,7 @@ class TimeLimit(BaseException):
 
 
 @contextlib.contextmanager
-def alarm(seconds: float):
+def alarm(seconds: float) -> Iterator[None]:
     """Raise TimeLimit in the main thread after ``seconds``.
 
     Does nothing without signals, or outside of the main thread.
@@ -20,7 +22,7 @@ def alarm(seconds: float):
         yield
         return
 
-    def ring(number, frame):
+    def ring(number: int, frame: FrameType | None) -> None:
         raise TimeLimit(f"not finished after {seconds:g} s")
 
     before, started = signal.signal(signal.SIGALRM, ring), time.monotonic()
@@ -34,7 +36,7 @@ def alarm(seconds: float):
 
 
 @contextlib.contextmanager
-def paused():
+def paused() -> Iterator[None]:
     """Stop the clock of any alarm for the length of this block."""
     if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
         yield

@@ -18,8 +18,10 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
+from typing import Any
 
 import psutil
 
@@ -31,6 +33,10 @@ from lib.workbook.grading.cases import BOARD
 MEMORY_LIMIT_MB = 6144.0
 MACHINERY = "a fault of the machinery"  # a recorded stack begins with this if the book failed, not the answer
 DIAGNOSIS_S = 30.0  # to find the mistake behind a failure; after that the report goes out without a diagnosis
+
+
+Work = Callable[[int], Iterator[Any]]
+"""Runs the check of an index, and yields what is sent back."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +58,7 @@ class Ended:
 class Child:
     """The judge's handle on the guard and the runner of one exercise."""
 
-    def __init__(self, world: str, work):
+    def __init__(self, world: str, work: Work):
         """Fork both.
 
         Each call of ``run`` runs ``work(index)`` in the runner; what that yields is sent back piece by piece.
@@ -75,7 +81,7 @@ class Child:
         except EOFError:  # the guard ended before it forked
             self.runner = 0
 
-    def _leave_after(self, function, *arguments) -> None:
+    def _leave_after(self, function: Callable[..., None], *arguments: Any) -> None:
         """Call a function in a forked process and never return.
 
         An exception here is the book's fault, and is recorded as such.
@@ -87,7 +93,7 @@ class Child:
         finally:
             os._exit(1)
 
-    def run(self, index: int, time_limit_s: float, memory_limit_mb: float | None):
+    def run(self, index: int, time_limit_s: float, memory_limit_mb: float | None) -> Iterator[Any]:
         """Yield what the runner sends for one test; if the runner ended before it sent anything, an `Ended` instead."""
         self.pipe.send(index)
         clock, told_anything = _Clock(self.runner, time_limit_s, memory_limit_mb or MEMORY_LIMIT_MB), False
@@ -177,7 +183,7 @@ class _Clock:
 def resident_mb(pid: int) -> float:
     """The memory that a process holds now, in MB; 0 if there is no such process."""
     with contextlib.suppress(psutil.Error):
-        return psutil.Process(pid).memory_info().rss / 2**20
+        return float(psutil.Process(pid).memory_info().rss) / 2**20
     return 0.0
 
 
@@ -197,7 +203,7 @@ def peak_mb(start_anew: bool = False) -> float:
         return 0.0
 
 
-def _guard(child: Child, pipe: Connection, line: socket.socket, work) -> None:
+def _guard(child: Child, pipe: Connection, line: socket.socket, work: Work) -> None:
     """The guard's program: wait until the runner or the judge has ended, then end every remaining descendant."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTTOU):
         signal.signal(number, signal.SIG_IGN)
@@ -231,7 +237,7 @@ def _guard(child: Child, pipe: Connection, line: socket.socket, work) -> None:
     os._exit(0)
 
 
-def _runner(child: Child, pipe: Connection, work) -> None:
+def _runner(child: Child, pipe: Connection, work: Work) -> None:
     """The runner's program: run each check that the judge asks for, send its reports,
     and end when the judge hangs up.
     """

@@ -6,6 +6,8 @@ import os
 import time
 from collections.abc import Callable, Iterator
 
+import pytest
+
 from lib.workbook.checks.alarm import TimeLimit, alarm
 from lib.workbook.grading import firsts
 from lib.workbook.grading.cases import BOARD
@@ -27,19 +29,19 @@ def of_one_rank(error: BaseException) -> BaseException:
 class Trials:
     """Runs checks again on the answer or on a mistake, silently and within a time limit; each combination runs once."""
 
-    def __init__(self, run: Callable[[object], Outcome], limit_s: float = float("inf")):
+    def __init__(self, run: Callable[[pytest.Function], Outcome], limit_s: float = float("inf")):
         self.run, self.started = run, time.monotonic()
         self.deadline, self.certain = self.started + limit_s, ""
         self.seen: dict[tuple[str, str], Outcome] = {}
 
-    def of_answer(self, check) -> Outcome:
+    def of_answer(self, check: pytest.Function) -> Outcome:
         return self._once("", check)
 
-    def of_mistake(self, mistake: Mistake, check) -> Outcome:
+    def of_mistake(self, mistake: Mistake, check: pytest.Function) -> Outcome:
         with standing_in(mistake):
             return self._once(mistake.key, check)
 
-    def know(self, check, outcome: Outcome, key: str = "") -> None:
+    def know(self, check: pytest.Function, outcome: Outcome, key: str = "") -> None:
         """Store an outcome that is already known."""
         self.seen[key, check.nodeid] = outcome
 
@@ -49,7 +51,7 @@ class Trials:
         if sentence:
             self.deadline = min(self.deadline, self.started + CONFIRMED_S)
 
-    def _once(self, key: str, check) -> Outcome:
+    def _once(self, key: str, check: pytest.Function) -> Outcome:
         if (key, check.nodeid) not in self.seen:
             left = self.deadline - time.monotonic()
             if left <= 0:
@@ -62,7 +64,14 @@ class Trials:
         return self.seen[key, check.nodeid]
 
 
-def diagnose(failing, first: Outcome, checks: list, passed: set[str], known: list[Mistake], run) -> tuple[str, str]:
+def diagnose(
+    failing: pytest.Function,
+    first: Outcome,
+    checks: list[pytest.Function],
+    passed: set[str],
+    known: list[Mistake],
+    run: Callable[[pytest.Function], Outcome],
+) -> tuple[str, str]:
     """The sentence of the known mistake that an answer makes, within seconds; without one, the reason.
 
     Args:
@@ -92,7 +101,7 @@ def diagnose(failing, first: Outcome, checks: list, passed: set[str], known: lis
     return said, f"none or several of {len(rivals)} mistakes agree with it"
 
 
-def comparable(checks: list, failing) -> list:
+def comparable(checks: list[pytest.Function], failing: pytest.Function) -> list[pytest.Function]:
     """The checks that tell candidates apart: the quick ones, those without ranks first."""
     quick = [c for c in checks if c is not failing and not c.get_closest_marker("memory_limit")]
     return sorted(quick, key=lambda c: "ranks" in c.fixturenames)

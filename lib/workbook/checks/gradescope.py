@@ -1,9 +1,11 @@
 """Marks in Gradescope's format: https://gradescope-autograders.readthedocs.io/en/latest/specs/#output-format"""
 
-from lib.workbook.checks.summary import describe
+from typing import Any
+
+from lib.workbook.checks.summary import Row, describe
 
 
-def results(rows: list[dict], described: str) -> dict:
+def results(rows: list[Row], described: str) -> dict[str, Any]:
     """The contents of ``results.json``: a test for each exercise, worth one point.
 
     Args:
@@ -15,11 +17,11 @@ def results(rows: list[dict], described: str) -> dict:
         If nothing was graded there is a total score of 0, because Gradescope requires a score.
         An exercise whose checks were all skipped is worth 0 points, so that a missing device costs nobody a point.
     """
-    made = {"output": described, "output_format": "text", "tests": [_test(row) for row in rows]}
+    made: dict[str, Any] = {"output": described, "output_format": "text", "tests": [_test(row) for row in rows]}
     return made if rows else {"score": 0.0} | made
 
 
-def _test(row: dict) -> dict:
+def _test(row: Row) -> dict[str, Any]:
     passed, skipped = row["state"] == "passed", row["state"] == "skipped"
     test = {
         "name": f"{row['number']} {row['name']}",

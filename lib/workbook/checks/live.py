@@ -7,12 +7,18 @@ import os
 import random
 import time
 from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from lib.workbook.book.catalog import Exercise
 from lib.workbook.checks.child import Ended
 from lib.workbook.checks.report import CheckReport
 from lib.workbook.grading.mistakes import MISTAKE, Mistake, mistakes_of
+
+if TYPE_CHECKING:
+    from lib.workbook.checks.plugin import Checks
 
 SEED = 41
 ENOUGH_S = 1.0  # from a failure to its sentence
@@ -22,11 +28,11 @@ OWN, OTHER, NONE = "named", "named as another", "not named"
 class LiveItem(pytest.Item):
     """One known mistake in the place of a learner's answer."""
 
-    def __init__(self, *, mistake: Mistake, tests: list, checks, **kwargs):
+    def __init__(self, *, mistake: Mistake, tests: list[pytest.Function], checks: "Checks", **kwargs: Any):
         super().__init__(**kwargs)
         self.mistake, self.tests, self.checks = mistake, tests, checks
 
-    def runtest(self):
+    def runtest(self) -> None:
         os.environ[MISTAKE] = self.mistake.key
         try:
             why, failed, said, seconds = self._graded()
@@ -53,20 +59,20 @@ class LiveItem(pytest.Item):
                 return "" if said else why, check.name, said, time.monotonic() - failed_at
         raise AssertionError(f"no check catches the mistake: {self.mistake.sentence}")
 
-    def repr_failure(self, excinfo, style=None):
+    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: object = None) -> str:
         return str(excinfo.value)
 
-    def reportinfo(self):
+    def reportinfo(self) -> tuple[Path, int, str]:
         return self.path, 0, self.name
 
 
-def items(tests_by_exercise: dict, checks, n: int) -> list[LiveItem]:
+def items(tests_by_exercise: dict[Exercise, list[pytest.Function]], checks: "Checks", n: int) -> list[LiveItem]:
     """``n`` mistakes chosen at random, always the same ones; all of them if ``n`` is 0."""
     every = [(tests, wrong) for e, tests in tests_by_exercise.items() for wrong in mistakes_of(e.module, e.name)]
     chosen = sorted(random.Random(SEED).sample(range(len(every)), min(n or len(every), len(every))))
     return [
         LiveItem.from_parent(
-            tests[0].parent,
+            tests[0].parent or tests[0].session,
             name=f"{wrong.name}[{wrong.label}]",
             mistake=wrong,
             tests=[t for t in tests if not t.get_closest_marker("skip")],
@@ -76,17 +82,17 @@ def items(tests_by_exercise: dict, checks, n: int) -> list[LiveItem]:
     ]
 
 
-def summary(reports: list) -> list[str]:
+def summary(reports: list[pytest.TestReport]) -> list[str]:
     """How many were named, how long that took, and each that was not named, or late."""
-    found = [value for one in reports for key, value in one.user_properties if key == "live"]
+    found: list[Any] = [value for one in reports for key, value in one.user_properties if key == "live"]
     if not found:
         return []
     counts, seconds = Counter(what for what, *_ in found), sorted(s for _, s, *_ in found)
-    at = lambda share: seconds[min(len(seconds) - 1, int(share * len(seconds)))]
+    middle, most = (seconds[min(len(seconds) - 1, int(share * len(seconds)))] for share in (0.5, 0.99))
     late = sum(s > ENOUGH_S for s in seconds)
     return [
         f"{len(found)} mistakes: " + ", ".join(f"{counts[what]} {what}" for what in (OWN, OTHER, NONE)),
-        f"from failure to sentence: {at(0.5):.2f} s (median), {at(0.99):.2f} s (99 %), longer than 1 s: {late}",
+        f"from failure to sentence: {middle:.2f} s (median), {most:.2f} s (99 %), longer than 1 s: {late}",
         *(
             f"{what}, {s:.1f} s: {at}, {check}: {why}"
             for what, s, at, check, why in found

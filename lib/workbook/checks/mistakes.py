@@ -4,12 +4,14 @@ A test must catch it, and the diagnosis must name it, with the chapter's record.
 """
 
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from _pytest.runner import CallInfo
 
-from lib.workbook.book.catalog import ROOT
+from lib.workbook.book.catalog import ROOT, Exercise
 from lib.workbook.checks import diagnosis
 from lib.workbook.grading import firsts
 from lib.workbook.grading.likeness import Outcome, looks_like
@@ -21,11 +23,11 @@ FIRST, OLD = "first failure", "old record"  # properties of reports
 class MistakeItem(pytest.Item):
     """One wrong answer, as a test of its own."""
 
-    def __init__(self, *, mistake: Mistake, tests: list, trials, **kwargs):
+    def __init__(self, *, mistake: Mistake, tests: list[pytest.Function], trials: diagnosis.Trials, **kwargs: Any):
         super().__init__(**kwargs)
         self.mistake, self.tests, self.trials = mistake, tests, trials
 
-    def runtest(self):
+    def runtest(self) -> None:
         for test in self.tests:
             outcome = self.trials.of_mistake(self.mistake, test)
             if isinstance(outcome.error, Unfit):
@@ -39,7 +41,7 @@ class MistakeItem(pytest.Item):
                 return
         raise AssertionError(f"no test catches the mistake of {self.mistake.name}: {self.mistake.sentence}")
 
-    def _record(self, test, outcome: Outcome) -> None:
+    def _record(self, test: pytest.Function, outcome: Outcome) -> None:
         """Note how the mistake fails first, for the record; that it varies, if the same check ends otherwise again."""
         drawn, wrong = self._sketch(test, outcome), self.mistake
         if drawn != firsts.NOT_COMPARED:
@@ -47,12 +49,12 @@ class MistakeItem(pytest.Item):
             drawn = drawn if firsts.are_like(drawn, self._sketch(test, again)) else firsts.NOT_COMPARED
         self.user_properties.append((FIRST, (wrong.module, wrong.name, firsts.short(wrong), test.name, drawn)))
 
-    def _sketch(self, test, outcome: Outcome) -> str:
+    def _sketch(self, test: pytest.Function, outcome: Outcome) -> str:
         if not diagnosis.is_diagnosable(outcome) or test.get_closest_marker("memory_limit"):
             return firsts.NOT_COMPARED
         return firsts.sketch(outcome)
 
-    def _is_old(self, test, outcome: Outcome) -> bool:
+    def _is_old(self, test: pytest.Function, outcome: Outcome) -> bool:
         """Whether the record says otherwise how the mistake fails first; the end of the run says so, too."""
         if (known := firsts.first_failures([self.mistake]).get(self.mistake.key)) is None:
             return False
@@ -62,7 +64,7 @@ class MistakeItem(pytest.Item):
             self.user_properties.append((OLD, str(firsts.record_path(self.mistake.module).relative_to(ROOT))))
         return is_old
 
-    def _is_named(self, test, outcome: Outcome) -> None:
+    def _is_named(self, test: pytest.Function, outcome: Outcome) -> None:
         """Raises AssertionError unless the diagnosis is the mistake's own sentence."""
         if not diagnosis.is_diagnosable(outcome) or test.get_closest_marker("memory_limit"):
             return
@@ -83,7 +85,7 @@ class MistakeItem(pytest.Item):
                 + f"\n  alike     {alike}"
             )
 
-    def _gets_as_far(self, other: Mistake, failing, others: list) -> bool:
+    def _gets_as_far(self, other: Mistake, failing: pytest.Function, others: list[pytest.Function]) -> bool:
         """Whether another mistake passes what this one passed before it failed; if not, the diagnosis would drop it.
 
         Its own item runs these checks, too, so that asking here costs nothing, and it need not run ``failing``.
@@ -91,10 +93,10 @@ class MistakeItem(pytest.Item):
         earlier = [check for check in self.tests[: self.tests.index(failing)] if check in others]
         return all(self.trials.of_mistake(other, check).passed for check in earlier)
 
-    def repr_failure(self, excinfo, style=None):
+    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: object = None) -> str:
         return str(excinfo.value)
 
-    def reportinfo(self):
+    def reportinfo(self) -> tuple[Path, int, str]:
         return self.path, 0, self.name
 
 
@@ -102,18 +104,21 @@ class Unfit(Exception):
     """A test could not grade a mistake, and the book is at fault."""
 
 
-def items(tests_by_exercise: dict, run) -> list[MistakeItem]:
+def items(
+    tests_by_exercise: dict[Exercise, list[pytest.Function]], run: Callable[[pytest.Function], Outcome]
+) -> list[MistakeItem]:
     """One item for each mistake of the exercises whose tests were collected; it tries them in a learner's order."""
     made = []
     for exercise, tests in tests_by_exercise.items():
         trials, tests = diagnosis.Trials(run), [test for test in tests if not test.get_closest_marker("skip")]
         for nth, wrong in enumerate(mistakes_of(exercise.module, exercise.name) if tests else [], start=1):
             name = f"{exercise.name}[{nth}-{wrong.label}]"  # its code is made when it is tried
-            made.append(MistakeItem.from_parent(tests[0].parent, name=name, mistake=wrong, tests=tests, trials=trials))
+            home = tests[0].parent or tests[0].session
+            made.append(MistakeItem.from_parent(home, name=name, mistake=wrong, tests=tests, trials=trials))
     return made
 
 
-def scheduler(config, log):
+def scheduler(config: pytest.Config, log: object) -> object:
     """pytest-xdist's scheduler that gives all mistakes of an exercise to one process:
     its `Trials` then run each check once.
     """
@@ -126,14 +131,14 @@ def scheduler(config, log):
     return ByExercise(config, log)
 
 
-def record(reports: list) -> list[Path]:
+def record(reports: list[pytest.TestReport]) -> list[Path]:
     """Write the record of first failures from the reports of all processes, and return its files."""
     return firsts.write([value for one in reports for key, value in one.user_properties if key == FIRST])
 
 
-def told(reports: list) -> list[str]:
+def told(reports: list[pytest.TestReport]) -> list[str]:
     """A line for each record of which lines are old."""
-    found = Counter(value for one in reports for key, value in one.user_properties if key == OLD)
+    found = Counter(str(value) for one in reports for key, value in one.user_properties if key == OLD)
     return [
         f"{path}: old lines: {n}; their mistakes were diagnosed without them; "
         f"renew them with: pytest --mistakes --record {Path(path).parent}"

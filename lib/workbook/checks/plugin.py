@@ -13,8 +13,9 @@ import inspect
 import json
 import os
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from _pytest.reports import TestReport
@@ -29,6 +30,7 @@ from lib.workbook.checks.report import CheckReport
 from lib.workbook.checks.runner import EXERCISE, TIME_LIMIT_S, Runner, limit_of, take_terminal
 from lib.workbook.checks.summary import Marks, refusal
 from lib.workbook.grading.cases import case
+from lib.workbook.grading.mistakes import mistakes_of
 from lib.workbook.grading.oracles import RECORDING
 
 SHOWN_FAILURES = 3  # of one exercise; the others are only counted
@@ -44,7 +46,7 @@ IMPORTED_LATE = {
 CHECKS = pytest.StashKey["Checks"]()
 
 
-def pytest_addoption(parser):
+def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("workbook", "The Scaling Workbook")
     group.addoption("--reference", action="store_true", help="grade the reference instead of your answers")
     group.addoption("--mine", action="store_true", help="use your answers for the other chapters too")
@@ -58,7 +60,7 @@ def pytest_addoption(parser):
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_configure(config):
+def pytest_configure(config: pytest.Config) -> None:
     options = config.option
     if not (options.reference or options.mistakes) and options.reportchars == "fE":
         options.reportchars = ""  # the table of exercises replaces pytest's summary
@@ -89,12 +91,12 @@ def _on_one_thread() -> None:
         sys.modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
-def pytest_report_header(config):
+def pytest_report_header(config: pytest.Config) -> str:
     return f"workbook: {config.stash[CHECKS].described}"
 
 
 @pytest.fixture
-def ranks(request):
+def ranks(request: pytest.FixtureRequest) -> Ranks:
     """Run a module-level function on 1 to 4 warm processes: ``ranks(fn, *args, n_ranks=4, backend="gloo")``."""
     checks = request.config.stash[CHECKS]
     return Ranks(
@@ -127,7 +129,7 @@ def exercise_of(chapter: Chapter, test_name: str) -> Exercise:
 class Checks:
     """One session: its options, its marks, and the child that grades the current exercise."""
 
-    def __init__(self, config):
+    def __init__(self, config: pytest.Config):
         self.config, self.option = config, config.option
         self.marks = Marks()
         self.reports: list[TestReport] = []
@@ -136,7 +138,7 @@ class Checks:
         # by module and exercise ("" for the whole module): why its remaining checks are not run
         self.given_up: dict[tuple[str, str], str] = {}
         # by module and exercise, of those that are still stubs: what the first check told, and so all do
-        self.not_started: dict[tuple[str, str], tuple[CheckReport, list]] = {}
+        self.not_started: dict[tuple[str, str], tuple[CheckReport, list[tuple[str, object]]]] = {}
         self.runner = Runner(config, self.marks)
         self.n_maintainers = 0
         self.kept: list[str] = []  # files of marks that are left as they are, because no check was run
@@ -144,7 +146,7 @@ class Checks:
     @property
     def is_trusted(self) -> bool:
         """Whether only the book's own code is graded."""
-        return self.option.reference or self.option.mistakes
+        return bool(self.option.reference or self.option.mistakes)
 
     @property
     def described(self) -> str:
@@ -159,13 +161,13 @@ class Checks:
     # ---- collection --------------------------------------------------------------------------------------------------
 
     @pytest.hookimpl(tryfirst=True)
-    def pytest_pycollect_makemodule(self, module_path, parent):
+    def pytest_pycollect_makemodule(self, module_path: Path, parent: object) -> None:
         """If a whole chapter is to run, begin to start its ranks while its tests are imported."""
         some = self.option.keyword or self.option.exercise or any("::" in argument for argument in self.config.args)
         if not (some or self.option.collectonly or hasattr(self.config, "workerinput")) and chapter_of(module_path):
             warm_up([module_path.read_text(encoding="utf-8")])
 
-    def pytest_collection_modifyitems(self, config, items):
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         wanted = []
         for what in self.option.exercise:
             try:
@@ -175,11 +177,13 @@ class Checks:
         kept: list[pytest.Item] = []
         dropped: list[pytest.Item] = []
         for item in items:
-            chapter = chapter_of(item.path)
-            item.stash[EXERCISE] = exercise = exercise_of(chapter, item.originalname) if chapter else None
+            chapter, exercise = chapter_of(item.path), None
+            if chapter is not None and isinstance(item, pytest.Function):
+                exercise = exercise_of(chapter, item.originalname)
+            item.stash[EXERCISE] = exercise
             if exercise is not None:
                 item.extra_keyword_matches.add(exercise.name)
-                item.repr_failure = _no_traceback  # `report.explain` writes the report
+                item.repr_failure = _no_traceback  # type: ignore[method-assign] # `report.explain` writes it
             is_oracle = getattr(getattr(item, "function", None), "workbook_oracle", False)
             maintainers = is_oracle and not self.option.reference
             unwanted = wanted and not any(
@@ -194,22 +198,22 @@ class Checks:
         if dropped:
             config.hook.pytest_deselected(items=dropped)
         items[:] = kept
-        self.runner.checks = list(kept)
+        self.runner.checks = [item for item in kept if isinstance(item, pytest.Function)]
         if self.option.mistakes:
-            by_exercise: dict[Exercise, list] = {}
-            for item in kept:
-                by_exercise.setdefault(item.stash[EXERCISE], []).append(item)  # type: ignore[arg-type]
+            by_exercise: dict[Exercise, list[pytest.Function]] = {}
+            for check in self.runner.checks:
+                by_exercise.setdefault(check.stash[EXERCISE], []).append(check)  # type: ignore[arg-type]
             if self.option.live is None:
                 items[:] = mistakes.items(by_exercise, self.runner.outcome_of)
             else:
                 items[:] = live.items(by_exercise, self, self.option.live)
 
     @pytest.hookimpl(optionalhook=True)
-    def pytest_xdist_make_scheduler(self, config, log):
+    def pytest_xdist_make_scheduler(self, config: pytest.Config, log: object) -> object:
         """Of several processes, one takes all mistakes of an exercise, unless ``--dist`` asks for something else."""
         return mistakes.scheduler(config, log) if self.option.mistakes and self.option.dist == "load" else None
 
-    def pytest_report_collectionfinish(self):
+    def pytest_report_collectionfinish(self) -> str | None:
         if self.n_maintainers and not (self.option.mistakes or self.option.keyword or self.option.exercise):
             return (
                 f"(left out: {self.n_maintainers} checks that compare the reference with other libraries; "
@@ -220,7 +224,7 @@ class Checks:
     # ---- running -----------------------------------------------------------------------------------------------------
 
     @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_protocol(self, item, nextitem):
+    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
         if isinstance(item, mistakes.MistakeItem | live.LiveItem):
             mistakes.run_item(item)
             return True
@@ -229,12 +233,12 @@ class Checks:
         if exercise is None or self.is_trusted:
             resolve.enter("reference")
             return None  # pytest's own protocol
-        if item.get_closest_marker("skip") is None:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("skip") is None:
             self._grade(item, exercise)
             return True
         return None
 
-    def _grade(self, item, exercise: Exercise) -> None:
+    def _grade(self, item: pytest.Function, exercise: Exercise) -> None:
         """Run a check in a child, and log its reports."""
         item.session._setupstate.teardown_exact(item)  # fixtures that an earlier item set up for its file
         item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
@@ -261,7 +265,7 @@ class Checks:
             if told and told.state == "not started" and exercise.name in _untouched(exercise.module):
                 self.not_started[exercise.module, exercise.name] = told, one.user_properties
 
-    def _reports_of(self, item, exercise: Exercise) -> list[TestReport]:
+    def _reports_of(self, item: pytest.Function, exercise: Exercise) -> list[TestReport]:
         reports: list[TestReport] = []
         from_data = self.config.hook.pytest_report_from_serializable
         try:
@@ -279,7 +283,7 @@ class Checks:
             take_terminal()
         return reports
 
-    def sent_by_child(self, item, module: str, name: str, world: str):
+    def sent_by_child(self, item: pytest.Function, module: str, name: str, world: str) -> Iterator[Any]:
         """Run a check in the child of an answer, which is forked if there is none yet, and yield what it sends."""
         memory_limit = limit_of(item, "memory_limit", None)
         if self.child is not None and (self.child_of != (module, name) or memory_limit is not None):
@@ -293,10 +297,10 @@ class Checks:
                 self.child = None
             yield said
 
-    def _prepare(self, item) -> None:
+    def _prepare(self, item: pytest.Function) -> None:
         """Do once, before the fork, the work that every child would otherwise repeat."""
         if "tmp_path" in item.fixturenames:
-            item.config._tmp_path_factory.getbasetemp()
+            item.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
         if "ranks" in item.fixturenames:
             warm_up([item.path.read_text(encoding="utf-8")])
         same = [i.function for i in self.runner.checks if i.stash.get(EXERCISE, None) == item.stash[EXERCISE]]
@@ -304,11 +308,12 @@ class Checks:
         for word, module in IMPORTED_LATE.items():
             if word in text:
                 importlib.import_module(module)
+        exercise = item.stash[EXERCISE]
         with contextlib.suppress(Exception):  # a fault of the book's, which must not keep it from grading
-            for wrong in mistakes.mistakes_of(item.stash[EXERCISE].module, item.stash[EXERCISE].name)[:1]:
+            for wrong in mistakes_of(exercise.module, exercise.name)[:1] if exercise else []:
                 wrong.definitions  # noqa: B018 - it parses the reference, which the others share
 
-    def _ended(self, item, exercise: Exercise, ended: Ended) -> TestReport:
+    def _ended(self, item: pytest.Function, exercise: Exercise, ended: Ended) -> TestReport:
         """The report of a check whose child ended before it could report;
         also decides which checks are not run any more.
         """
@@ -347,7 +352,7 @@ class Checks:
 
     # ---- reporting ---------------------------------------------------------------------------------------------------
 
-    def pytest_report_teststatus(self, report):
+    def pytest_report_teststatus(self, report: TestReport) -> tuple[str, str, str] | None:
         told = CheckReport.of(report)
         if told is None or (report.when == "teardown" and report.passed):
             return None
@@ -359,13 +364,13 @@ class Checks:
             return "failed, not shown (pytest -v shows all)", "F", "FAILED"
         return None
 
-    def pytest_runtest_logreport(self, report):
+    def pytest_runtest_logreport(self, report: TestReport) -> None:
         self.marks.add(report)
         if report.user_properties:
             self.reports.append(report)
 
     @pytest.hookimpl(trylast=True)
-    def pytest_sessionfinish(self, session):
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
         self.close_child()
         if hasattr(self.config, "workerinput"):
             return
@@ -389,7 +394,7 @@ class Checks:
         self.kept.append(file)
         return True
 
-    def pytest_terminal_summary(self, terminalreporter):
+    def pytest_terminal_summary(self, terminalreporter: "pytest.TerminalReporter") -> None:
         for file in self.kept:
             terminalreporter.write_line(f"no check was run: {file} is left as it is")
         if self.option.live is not None:
@@ -405,13 +410,19 @@ class Checks:
             terminalreporter.write_line(line)
 
 
-def _not_run(item, told: CheckReport, why: str) -> TestReport:
+def _not_run(item: pytest.Function, told: CheckReport, why: str) -> TestReport:
     told.state, told.problem = "not run", why
     path, line = item.location[0], (item.location[1] or 0) + 1
     return _made(item, "skipped", told, longrepr=(path, line, why))
 
 
-def _made(item, outcome, told: CheckReport, user_properties=(), longrepr: Any = "") -> TestReport:
+def _made(
+    item: pytest.Function,
+    outcome: Literal["passed", "failed", "skipped"],
+    told: CheckReport,
+    user_properties: Sequence[tuple[str, object]] = (),
+    longrepr: tuple[str, int, str] | str = "",
+) -> TestReport:
     """The report of a check that no child has made."""
     made = TestReport(
         nodeid=item.nodeid,
@@ -431,7 +442,7 @@ def _untouched(module: str) -> frozenset[str]:
     return untouched(chapters()[module])
 
 
-def _no_traceback(excinfo, style=None) -> str:
+def _no_traceback(excinfo: pytest.ExceptionInfo[BaseException], style: object = None) -> str:
     return f"{excinfo.typename}: {resolve.safe_text(excinfo.value)[:1000]}"
 
 

@@ -3,11 +3,16 @@
 import contextlib
 import os
 import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from lib.ranks.processes import PATIENCE
 from lib.workbook.book import boundary, resolve
 from lib.workbook.checks.alarm import paused
 from lib.workbook.grading.mistakes import MISTAKE
+
+if TYPE_CHECKING:
+    from lib.ranks.pool import Result
 
 SHOWN_LINES = 8  # of each rank's output
 DIAGNOSED_RUN_S = 6.0  # the limit of one run of ranks during a diagnosis
@@ -25,7 +30,14 @@ class Ranks:
     def __init__(self, limit_s: float, shows_all: bool, is_quiet: bool):
         self.limit_s, self.shows_all, self.is_quiet, self.started = limit_s, shows_all, is_quiet, time.monotonic()
 
-    def __call__(self, fn, *args, n_ranks: int = 4, backend: str = "gloo", time_limit_s: float | None = None):
+    def __call__(
+        self,
+        fn: Callable[..., Any],
+        *args: Any,
+        n_ranks: int = 4,
+        backend: str = "gloo",
+        time_limit_s: float | None = None,
+    ) -> "Result":
         from lib.ranks import RankFailure, pool
 
         env = {resolve.VARIABLE: resolve.world(), MISTAKE: os.environ.get(MISTAKE, ""), "PYTHONBREAKPOINT": "0"}

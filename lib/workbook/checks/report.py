@@ -7,18 +7,24 @@ import traceback
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lib.workbook.book import labels, resolve
 from lib.workbook.book.boundary import AnswerError
 from lib.workbook.book.catalog import ROOT, BookError, Exercise, chapters
 from lib.workbook.book.resolve import safe_text
-from lib.workbook.book.sources import SourceError, read_mine
+from lib.workbook.book.sources import SourceError, provenance, read_mine
 from lib.workbook.book.stubs import marker_lines
 from lib.workbook.checks.alarm import TimeLimit
 from lib.workbook.grading.cases import current_case
 from lib.workbook.grading.expect import Wrong, is_stub_error
 from lib.workbook.grading.mistakes import active_mistake
 
+if TYPE_CHECKING:
+    from _pytest.nodes import Item
+    from _pytest.reports import TestReport
+
+Rows = list[tuple[str, str]]  # of a report, each a label and its text
 LABEL_WIDTH, MESSAGE_WIDTH, MESSAGE_LINES = 12, 300, 40
 BOOKS_FAULT = "the book is at fault here, not you"
 DETAILS = ("raised", "expected", "first wrong", "value", "shape", "dtype", "at")  # rows that a one-line report keeps
@@ -53,18 +59,18 @@ class CheckReport:
     detail: str = ""
     next: str = ""
     read: str = ""
-    rows: list[tuple[str, str]] = field(default_factory=list)
+    rows: Rows = field(default_factory=list)
     repeated: int = 0
 
     @classmethod
-    def of(cls, report) -> "CheckReport | None":
+    def of(cls, report: "TestReport") -> "CheckReport | None":
         """The record that a report of pytest carries; None for a test that grades nothing."""
         data = getattr(report, "workbook", None)
         return cls(**data) if data else None
 
-    def put_on(self, report) -> None:
+    def put_on(self, report: "TestReport") -> None:
         """Attach this record to ``report``, and make its text what pytest shows."""
-        report.workbook = asdict(self)
+        report.workbook = asdict(self)  # type: ignore[attr-defined]
         if self.state in ("wrong", "not started", "not checked"):
             report.longrepr = self.text() if not self.repeated else self.line()
 
@@ -89,7 +95,7 @@ class CheckReport:
         detail = f": {self.detail}" if self.detail else ""
         return _cut(f"{self.name}: {self.problem}{case}{detail}", 3 * MESSAGE_WIDTH)
 
-    def fill(self, problem: str, rows, read: str | None = None, state: str = "wrong") -> None:
+    def fill(self, problem: str, rows: Rows, read: str | None = None, state: str = "wrong") -> None:
         """Set the state and what the report says about it."""
         self.state, self.problem, self.read = state, problem, read or ""
         self.rows = [(label, text) for label, text in rows if text]
@@ -123,13 +129,13 @@ def graded_place(exercise: Exercise, world: str) -> str:
     """``lib/rope.py:34``; without a line number if the source has no such name."""
     wrong = active_mistake()
     if wrong is not None:
-        place = resolve.provenance(wrong.implementation)
+        place = provenance(wrong.implementation)
         return shown(*place) if place else f"a mistake of {exercise.name}"
     path, line = resolve.place(exercise, world)
     return shown(path, line) if line else shown(path, 1).removesuffix(":1")
 
 
-def shown(path, line: int) -> str:
+def shown(path: str | Path, line: int) -> str:
     """A place in a file, relative to the project if the file is inside it."""
     path = Path(path)
     return f"{path.relative_to(ROOT) if path.is_relative_to(ROOT) else path}:{line}"
@@ -139,13 +145,13 @@ def code_line(file: str, line: int) -> str:
     return f"{shown(file, line)}   {linecache.getline(str(file), line).strip()}"
 
 
-def case_of(item) -> str:
+def case_of(item: "Item") -> str:
     """The case that the test named; without one, the test's parameters, or its name."""
     callspec = getattr(item, "callspec", None)
     return current_case() or (callspec.id if callspec else item.name)
 
 
-def explain(told: CheckReport, item, error: BaseException) -> None:
+def explain(told: CheckReport, item: "Item", error: BaseException) -> None:
     """Write into ``told`` what the exception of a check means."""
     inner = getattr(error, "error", None)  # a rank's own exception, inside the failure of its run
     wrong = next((e for e in (error, inner) if isinstance(e, Wrong)), None)
@@ -198,14 +204,14 @@ def learners_frames(error: BaseException) -> list[traceback.FrameSummary]:
     return []
 
 
-def _at(error: BaseException) -> list[tuple[str, str]]:
+def _at(error: BaseException) -> Rows:
     """A row with the learner's own lines of a traceback; none if it has no such line."""
     lines = [code_line(f.filename, f.lineno or 1) for f in learners_frames(error)]
     once = [line for line, _ in groupby(lines)]  # a generator expression is a frame of its own on the same line
     return [("at", "\n".join(once[-4:]))] if once else []
 
 
-def _raised(case: tuple[str, str], error: BaseException):
+def _raised(case: tuple[str, str], error: BaseException) -> tuple[str, Rows]:
     """Problem and rows for an exception that the code itself raised, with the learner's own lines of the traceback."""
     if isinstance(error, RaisedInAnswer) and error.__cause__ is not None:
         error = error.__cause__

@@ -6,6 +6,8 @@ import contextlib
 import os
 import signal
 import sys
+from collections.abc import Generator, Iterator
+from typing import Any, TypeVar
 
 import pytest
 from _pytest.reports import TestReport
@@ -24,13 +26,14 @@ from lib.workbook.grading.cases import BOARD, case
 from lib.workbook.grading.likeness import Outcome
 from lib.workbook.grading.mistakes import mistakes_of
 
+D = TypeVar("D", float, None)
 TIME_LIMIT_S = 10.0
 PRINTED_LINES, PRINTED_CHARS = 40, 8000  # of a failed check's output
 EXERCISE = pytest.StashKey[Exercise | None]()
 OUTCOME = pytest.StashKey[Outcome]()
 
 
-def limit_of(item, marker: str, default):
+def limit_of(item: pytest.Item, marker: str, default: D) -> float | D:
     """The value of a test's marker, ``time_limit`` or ``memory_limit``; without the marker, the default."""
     found = item.get_closest_marker(marker)
     return float(found.args[0]) if found else default
@@ -42,10 +45,10 @@ class Runner:
     ``is_quiet`` is true while a check runs for a diagnosis only and is not reported.
     """
 
-    def __init__(self, config, marks: Marks):
+    def __init__(self, config: pytest.Config, marks: Marks):
         self.config, self.option, self.marks = config, config.option, marks
         self.is_quiet = False
-        self.checks: list = []  # all that were collected
+        self.checks: list[pytest.Function] = []  # all that were collected
         self.passed: set[str] = set()  # names of the checks that the answer passed in this child
         self.shared: Shared | None = None  # the shared settings as they were before the check
 
@@ -55,10 +58,11 @@ class Runner:
             return "reference"
         return "mine" if self.option.mine else f"only:{exercise.module}"
 
-    def work(self, index: int):
+    def work(self, index: int) -> Iterator[Any]:
         """Run one check; yield its reports and then, if there is a diagnosis, the same reports with the diagnosis."""
         item = self.checks[index]
         exercise, limit = item.stash[EXERCISE], limit_of(item, "memory_limit", None)
+        assert exercise is not None
         if self.option.no_prompt:
             sys.breakpointhook = _no_prompt
         before, self.shared = peak_mb(start_anew=True) if limit else 0.0, Shared()
@@ -98,7 +102,7 @@ class Runner:
         self.marks.note_failure(exercise.module, exercise.name)
         return seen == 0
 
-    def _diagnosis(self, item, exercise: Exercise) -> tuple[str, str]:
+    def _diagnosis(self, item: pytest.Function, exercise: Exercise) -> tuple[str, str]:
         """The sentence of the mistake that the answer makes; without one, the reason."""
         outcome = item.stash.get(OUTCOME, None)
         if outcome is None or not diagnosis.is_diagnosable(outcome):
@@ -112,7 +116,7 @@ class Runner:
         finally:
             boundary.forget_reference(exercise.module)
 
-    def outcome_of(self, item) -> Outcome:
+    def outcome_of(self, item: pytest.Function) -> Outcome:
         """Run a check once more, silently, and return how it ended."""
         self.is_quiet = True
         case("")
@@ -122,11 +126,11 @@ class Runner:
         finally:
             self.is_quiet = False
             item.session._setupstate.teardown_exact(None)  # an alarm may ring where pytest expects none
-            item._request = False
+            item._request = False  # type: ignore[assignment]
         return item.stash[OUTCOME]
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_pyfunc_call(self, pyfuncitem):
+    def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> Generator[None, object, object]:
         try:
             with self.shared.streams_stay_open() if self.shared else contextlib.nullcontext():
                 return (yield)
@@ -142,7 +146,7 @@ class Runner:
             raise
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_call(self, item):
+    def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, None, None]:
         """Enforce the limits of checks in pytest's own process; in a child, the judge and ``work`` enforce them."""
         if item.stash.get(EXERCISE, None) is None or boundary.role() == "child" or self.option.usepdb:
             return (yield)
@@ -156,7 +160,9 @@ class Runner:
         return result
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_runtest_makereport(self, item, call):
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, TestReport, TestReport]:
         made = yield
         exercise = item.stash.get(EXERCISE, None)
         if exercise is None:
@@ -172,7 +178,7 @@ class Runner:
         return made
 
     @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_setup(self, item):
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
         exercise = item.stash.get(EXERCISE, None)
         if exercise is not None and not self.is_quiet:
             item.user_properties += [
@@ -180,13 +186,13 @@ class Runner:
                 ("graded", report.graded_place(exercise, self.world_of(exercise))),
             ]
 
-    def pytest_enter_pdb(self):
+    def pytest_enter_pdb(self) -> None:
         """Stop the clock while a person is at the prompt, and give the terminal to the child."""
         if boundary.role() == "child":
             BOARD.at_a_prompt(True)
             take_terminal()
 
-    def pytest_leave_pdb(self):
+    def pytest_leave_pdb(self) -> None:
         BOARD.at_a_prompt(False)
 
 
@@ -217,7 +223,7 @@ def _shortened(text: str) -> str:
     return f"{head}\n… {len(text)} characters in all (pytest -s shows them) …\n{tail}\n"
 
 
-def _no_prompt(*args, **kwargs) -> None:
+def _no_prompt(*args: object, **kwargs: object) -> None:
     print("breakpoint() needs a terminal: run this check with pytest in one", file=sys.stderr)
 
 

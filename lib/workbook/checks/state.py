@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 
@@ -58,14 +59,14 @@ def _set_device(name: str) -> None:
     torch.set_default_device(None if name == "cpu" else name)
 
 
-def _autocast(torch) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+def _autocast(torch: ModuleType) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
     return lambda: torch.is_autocast_enabled("cpu"), lambda on: torch.set_autocast_enabled("cpu", on)
 
 
 class Shared:
     """The shared settings as they are now."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.before = [(setting, setting.get()) for setting in _settings()]
         self.streams = [(number, os.dup(number)) for number in (1, 2)]
         self.closed: list[str] = []
@@ -109,6 +110,6 @@ class Shared:
         return changed
 
 
-def _short(value) -> str:
+def _short(value: object) -> str:
     text = repr(value) if not isinstance(value, str) else value
     return text if len(text) <= 60 else f"{text[:57]}…"

@@ -3,10 +3,15 @@
 import tempfile
 from collections import Counter
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from lib.workbook.book.catalog import chapters
 from lib.workbook.checks.report import CheckReport
 
+if TYPE_CHECKING:
+    from _pytest.reports import TestReport
+
+Row = dict[str, Any]  # of an exercise, as `_empty_row` begins it; JSON holds it as it is
 NUMBER_OF = {
     "passed": "passed",
     "wrong": "failed",
@@ -19,11 +24,11 @@ NUMBER_OF = {
 class Marks:
     """Collects the reports of a run, including those that other processes send."""
 
-    def __init__(self):
-        self.rows: dict[tuple[str, str], dict] = {}
+    def __init__(self) -> None:
+        self.rows: dict[tuple[str, str], Row] = {}
         self.failures: Counter[tuple[str, str]] = Counter()
 
-    def add(self, report) -> None:
+    def add(self, report: "TestReport") -> None:
         told = CheckReport.of(report)
         if told is None or (report.when != "call" and report.passed):
             return
@@ -54,7 +59,7 @@ class Marks:
         self.failures[module, name] += 1
 
     @staticmethod
-    def state(row: dict) -> str:
+    def state(row: Row) -> str:
         """``wrong`` if any check failed; otherwise ``not checked`` or ``not run`` if one
         could not be made, and so on.
         """
@@ -69,13 +74,13 @@ class Marks:
                 return state
         return "skipped"
 
-    def sorted_rows(self) -> list[dict]:
-        def order(row):
+    def sorted_rows(self) -> list[Row]:
+        def order(row: Row) -> tuple[int, int]:
             return row["chapter"], int(row["number"].split(".")[1])
 
         return [row | {"state": self.state(row)} for row in sorted(self.rows.values(), key=order)]
 
-    def as_json(self, described: str) -> dict:
+    def as_json(self, described: str) -> dict[str, Any]:
         rows = self.sorted_rows()
         return {
             "grading": described,
@@ -99,10 +104,10 @@ class Marks:
         return lines
 
 
-def describe(row: dict) -> str:
+def describe(row: Row) -> str:
     """The words that follow the state in the table."""
     if row["state"] in ("not run", "not checked"):
-        return row["problem"] + (f" ({row['case']})" if row["case"] else "")
+        return f"{row['problem']} ({row['case']})" if row["case"] else str(row["problem"])
     if row["state"] == "wrong":
         of = row["failed"] + row["passed"] + row["not_started"] + row["not_run"]
         problem = row["problem"] if len(row["problem"]) <= 100 else row["problem"][:97] + "…"
@@ -110,21 +115,21 @@ def describe(row: dict) -> str:
         return f"{row['failed']} of {of} checks fail{left}: {problem}" + (f" ({row['case']})" if row["case"] else "")
     if row["state"] == "not started":
         done = f"{row['passed']} checks pass already; " if row["passed"] else ""
-        return done + row["next"]
+        return f"{done}{row['next']}"
     skipped = f", {row['skipped']} skipped ({row['why_skipped']})" if row["skipped"] else ""
     return f"{row['passed']} checks, {row['graded']}{skipped}"
 
 
-def _reason(report) -> str:
+def _reason(report: "TestReport") -> str:
     """Why a check was skipped, without what to do about it, which ``pytest -rs`` shows."""
-    _, _, why = report.longrepr
-    return why.removeprefix("Skipped: ").partition(":")[0]
+    assert isinstance(report.longrepr, tuple)
+    return report.longrepr[2].removeprefix("Skipped: ").partition(":")[0]
 
 
-def _empty_row(told: CheckReport) -> dict:
+def _empty_row(told: CheckReport) -> Row:
     numbers = dict.fromkeys(("passed", "failed", "unchecked", "not_run", "skipped", "not_started"), 0)
     size = chapters()[told.module].exercise(told.name).size
-    facts = {"chapter": told.chapter, "module": told.module, "number": told.number, "name": told.name}
+    facts: Row = {"chapter": told.chapter, "module": told.module, "number": told.number, "name": told.name}
     facts |= {"minutes": size.minutes, "difficulty": size.difficulty, "weight": size.weight}
     texts = dict.fromkeys(("problem", "case", "next", "report", "printed", "why_skipped"), "")
     return {**facts, "graded": told.graded, **numbers, **texts}

@@ -2,14 +2,15 @@
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 
-def is_array(value) -> bool:
+def is_array(value: object) -> bool:
     """Whether a value is a tensor or an array."""
     return hasattr(value, "shape") and hasattr(value, "dtype")
 
 
-def same_answer(a, b) -> bool:
+def same_answer(a: Any, b: Any) -> bool:
     """Whether two wrong answers consist of the same values."""
     if a is None or b is None:
         return False
@@ -33,7 +34,7 @@ def same_answer(a, b) -> bool:
         return False
 
 
-def further_apart(a, b, gap: float | None) -> bool:
+def further_apart(a: Any, b: Any, gap: float | None) -> bool:
     """Whether two arrays differ by more than a fifth of ``gap``, so that they cannot be the same mistake."""
     if gap is None or not (is_array(a) and is_array(b)) or not math.isfinite(gap):
         return False

@@ -9,7 +9,7 @@ _PROMPT, _IMPORTING, _TEXT = 0, 1, 2  # two flags of one byte, then the text of 
 class Board:
     """Memory that a check shares with the judge, which may have to end it."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.memory = mmap.mmap(-1, _WIDTH)
 
     def _flag(self, place: int, value: bool | None) -> bool:

@@ -23,6 +23,8 @@ from lib.workbook.book.catalog import BookError
 
 TOKEN = re.compile(r"\w+|[^\w\s]")
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+Token = tuple[str, int, int, int]  # text, line, first column, end
+Hunk = dict[str, Any]  # a change as it is read: its place, and the lines after each mark
 
 
 @dataclass(frozen=True)
@@ -66,13 +68,13 @@ def parse(text: str) -> list[tuple[str, tuple[Change, ...]]]:
     return mistakes
 
 
-def _named(sentence: str, hunks: list[dict]) -> str:
+def _named(sentence: str, hunks: list[Hunk]) -> str:
     if not sentence:
         raise BookError(f"the change {hunks[0]['+'] or hunks[0]['-']} has no sentence above it")
     return sentence
 
 
-def _change(hunk: dict) -> Change:
+def _change(hunk: Hunk) -> Change:
     return Change(hunk["place"], "\n".join(hunk["-"] or ()), "\n".join(hunk["+"] or ()))
 
 
@@ -96,7 +98,7 @@ class Source:
 
     lines: tuple[str, ...]
     parts: tuple[Part, ...]
-    tokens: tuple[tuple[str, int, int, int], ...]  # text, line, first column, end
+    tokens: tuple[Token, ...]
 
     def part_of(self, name: str) -> Part | None:
         return next((part for part in self.parts if name in part.defines), None)
@@ -157,7 +159,7 @@ def _part(node: ast.stmt) -> Part:
     return Part(node, first, node.end_lineno or first + 1, own, frozenset(n.id for n in names) - own)
 
 
-def _no_trailing_commas(tokens: list) -> Iterator:
+def _no_trailing_commas(tokens: list[Any]) -> Iterator[Any]:
     """The same tokens without commas before a closing bracket, which depend on how lines are broken."""
     for token, following in zip(tokens, [*tokens[1:], [""]], strict=True):
         if not (token[0] == "," and following[0] in (")", "]", "}")):
@@ -215,7 +217,9 @@ def _splice(source: Source, name: str, change: Change) -> tuple[Part, Splice]:
     return part, Splice(start[1:3], (end[1], end[3]), _indented(change.new, margin[0] if margin else ""))
 
 
-def _occurrences(source: Source, homes: list[tuple[Part, ast.stmt]], wanted: list[str]) -> Iterator[tuple]:
+def _occurrences(
+    source: Source, homes: list[tuple[Part, ast.stmt]], wanted: list[str]
+) -> Iterator[tuple[Part, Token, Token]]:
     """Where some tokens stand in these definitions: the part, the first token and the last."""
     for part, node in homes:
         tokens = [token for token in source.tokens if _is_in(token, node)]
@@ -225,8 +229,8 @@ def _occurrences(source: Source, homes: list[tuple[Part, ast.stmt]], wanted: lis
                 yield part, tokens[at], tokens[at + len(wanted) - 1]
 
 
-def _is_in(token: tuple[str, int, int, int], node: ast.stmt) -> bool:
-    first = min([node, *getattr(node, "decorator_list", [])], key=lambda n: n.lineno).lineno
+def _is_in(token: Token, node: ast.stmt) -> bool:
+    first: int = min([node, *getattr(node, "decorator_list", [])], key=lambda n: n.lineno).lineno
     return first <= token[1] + 1 <= (node.end_lineno or 0)
 
 
@@ -256,7 +260,9 @@ def _text(source: Source, chosen: list[Part], splices: list[Splice]) -> str:
     return "".join(line or "\n" for line in lines)
 
 
-def build(source: str, reference: ModuleType, name: str, changes: Iterable[Change], known: dict, file: str) -> dict:
+def build(
+    source: str, reference: ModuleType, name: str, changes: Iterable[Change], known: dict[str, Any], file: str
+) -> dict[str, Any]:
     """The definitions that differ after an edit: those that it changes, and those of the module that use them.
 
     Args:

@@ -42,7 +42,7 @@ def is_stub_error(error: BaseException | None) -> str | None:
 # ---- expectations ----------------------------------------------------------------------------------------------------
 
 
-def _tolerances(dtype, atol, rtol) -> tuple[float, float]:
+def _tolerances(dtype: object, atol: float | None, rtol: float | None) -> tuple[float, float]:
     """The tolerances that a test names, or PyTorch's defaults for the dtype."""
     defaults = {"float16": (1e-3, 1e-5), "bfloat16": (1.6e-2, 1e-5), "float32": (1.3e-6, 1e-5), "float64": (1e-7, 1e-7)}
     defaults |= {"complex64": (1.3e-6, 1e-5), "complex128": (1e-7, 1e-7)}
@@ -58,12 +58,12 @@ def _a(words: str) -> str:
     return f"{'an' if sounds_open else 'a'} {words}"
 
 
-def _item(name: str, key) -> str:
+def _item(name: str, key: object) -> str:
     """The place of a dict's entry; without a name, the keys are names themselves."""
     return f"{name}[{key!r}]" if name else str(key)
 
 
-def _show(value) -> str:
+def _show(value: object) -> str:
     if isinstance(value, complex):
         return f"{value.real:.4g}{value.imag:+.4g}i"
     if isinstance(value, float):
@@ -81,7 +81,7 @@ def _cut(text: str, at: int) -> str:
     return text[:25] + " … " + (tail if len(tail) <= 65 else tail[:60] + " …")
 
 
-def _show_both(actual, expected) -> tuple[str, str]:
+def _show_both(actual: object, expected: object) -> tuple[str, str]:
     """Two values as text. Long texts are cut where their first difference still shows."""
     texts = repr(actual), repr(expected)
     if max(map(len, texts)) <= 100:
@@ -90,7 +90,16 @@ def _show_both(actual, expected) -> tuple[str, str]:
     return _cut(texts[0], at), _cut(texts[1], at)
 
 
-def expect_close(actual, expected, *, atol=None, rtol=None, name="out", answer=None, read=None) -> None:
+def expect_close(
+    actual: Any,
+    expected: Any,
+    *,
+    atol: float | None = None,
+    rtol: float | None = None,
+    name: str = "out",
+    answer: Any = None,
+    read: str | None = None,
+) -> None:
     """Expect numbers that are equal within a tolerance: tensors, arrays and floats, alone or in tuples,
     lists and dicts.
 
@@ -127,14 +136,16 @@ def expect_close(actual, expected, *, atol=None, rtol=None, name="out", answer=N
         _close_numbers(actual, expected, atol, rtol, name, answer, read)
 
 
-def _same_type(actual, wanted, described, name, answer, read) -> None:
+def _same_type(actual: Any, wanted: Any, described: str, name: str, answer: Any, read: str | None) -> None:
     if not isinstance(actual, wanted):
         none = "None (is a `return` missing, or was it never computed?)"
         given = none if actual is None else _typed(actual)
         raise Wrong("wrong type", [("type", f"{name} is {given}, expected {described}")], answer, read)
 
 
-def _close_numbers(actual, expected, atol, rtol, name, answer, read) -> None:
+def _close_numbers(
+    actual: Any, expected: Any, atol: float | None, rtol: float | None, name: str, answer: Any, read: str | None
+) -> None:
     if is_array(actual) and getattr(actual, "ndim", 1) == 0:
         actual = actual.item()
     _same_type(actual, int | float | complex, "a number", name, answer, read)
@@ -147,7 +158,9 @@ def _close_numbers(actual, expected, atol, rtol, name, answer, read) -> None:
         raise Wrong("wrong value", [("value", f"{name} = {shown[0]}, expected {shown[1]}")], answer, read)
 
 
-def _close_arrays(actual, expected, atol, rtol, name, answer, read) -> None:
+def _close_arrays(
+    actual: Any, expected: Any, atol: float | None, rtol: float | None, name: str, answer: Any, read: str | None
+) -> None:
     import torch
 
     is_tensor = isinstance(expected, torch.Tensor)
@@ -178,13 +191,13 @@ def _close_arrays(actual, expected, atol, rtol, name, answer, read) -> None:
         raise wrong
 
 
-def _apart(a, b) -> tuple[str, str]:
+def _apart(a: object, b: object) -> tuple[str, str]:
     """Two numbers as text, with enough digits to show that they differ."""
     short = _show(a), _show(b)
     return short if short[0] != short[1] else (repr(a), repr(b))
 
 
-def expect_equal(actual, expected, *, name="out", answer=None, read=None) -> None:
+def expect_equal(actual: Any, expected: Any, *, name: str = "out", answer: Any = None, read: str | None = None) -> None:
     """Expect exactly equal Python values; the report shows the first difference.
 
     A float is no int, and a bool is no number, however deep in lists and dicts; an int may stand for a float.
@@ -205,13 +218,13 @@ def expect_equal(actual, expected, *, name="out", answer=None, read=None) -> Non
     raise Wrong("wrong result", [("first wrong", f"{place} = {a}, expected {e}")], answer, read)
 
 
-def _typed(value) -> str:
+def _typed(value: object) -> str:
     """A value with its type, which the text shows too: 3.0, not 3, for a float."""
     whole = isinstance(value, float) and value.is_integer() and abs(value) < 1e6
     return f"{_a(type(value).__name__)}: {value if whole else _show(value)}"
 
 
-def _stands_for(actual, expected) -> bool:
+def _stands_for(actual: Any, expected: Any) -> bool:
     """Whether a value counts as a number of the kind expected: NumPy's and PyTorch's do, and an int as a float."""
     kinds = []
     for value in (actual, expected):
@@ -220,7 +233,7 @@ def _stands_for(actual, expected) -> bool:
     return kinds[1] is not None and (kinds[0] is kinds[1] or kinds == [int, float])
 
 
-def _other_kinds(actual, expected, name) -> Iterator[tuple[str, Any, Any]]:
+def _other_kinds(actual: Any, expected: Any, name: str) -> Iterator[tuple[str, Any, Any]]:
     """The places of equal values at which a number is of another kind than expected, with both numbers."""
     if isinstance(expected, Mapping):
         for key in expected:
@@ -232,7 +245,7 @@ def _other_kinds(actual, expected, name) -> Iterator[tuple[str, Any, Any]]:
         yield name, actual, expected
 
 
-def _first_difference(actual, expected, name) -> tuple[str, str, str]:
+def _first_difference(actual: Any, expected: Any, name: str) -> tuple[str, str, str]:
     if isinstance(expected, Mapping):
         for key in expected:
             if key not in actual:
@@ -266,7 +279,7 @@ def _first_difference(actual, expected, name) -> tuple[str, str, str]:
     return name, *(_apart(actual, expected) if numbers else _show_both(actual, expected))
 
 
-def expect_true(condition, problem: str, *, answer=None, read=None) -> None:
+def expect_true(condition: object, problem: str, *, answer: Any = None, read: str | None = None) -> None:
     """Expect that a condition holds; if it does not, ``problem`` is the report's first line.
 
     Raises:
@@ -277,7 +290,7 @@ def expect_true(condition, problem: str, *, answer=None, read=None) -> None:
 
 
 @contextmanager
-def expect_raises(error: type[BaseException], *mentions: str, read: str | None = None):
+def expect_raises(error: type[BaseException], *mentions: str, read: str | None = None) -> Iterator[None]:
     """Expect the block to raise ``error`` with a message that contains every one of ``mentions``.
 
     Raises:
@@ -301,7 +314,7 @@ def expect_raises(error: type[BaseException], *mentions: str, read: str | None =
         raise Wrong("no error", [("raised", "nothing"), ("expected", _a(wanted))], "no error", read)
 
 
-def _check_message(caught, mentions, wanted, read) -> None:
+def _check_message(caught: BaseException, mentions: tuple[str, ...], wanted: str, read: str | None) -> None:
     missing = [m for m in mentions if m not in str(caught)]
     if missing:
         got = f"{type(caught).__name__}: {caught}"

@@ -61,7 +61,7 @@ def _digest(text: Iterable[str]) -> str:
     return hashlib.sha1(CHANGING.sub("#", "\n".join(text)).encode(errors="replace")).hexdigest()[:8]
 
 
-def _leaves(value) -> Iterator[Any]:
+def _leaves(value: Any) -> Iterator[Any]:
     """What an answer consists of, in order: numbers, as float64 tensors, and everything else as text."""
     import torch
 
@@ -141,7 +141,7 @@ def write(found: list[tuple[str, str, str, str, str]]) -> list[Path]:
     """
     from lib.workbook.book.stubs import write_atomically
 
-    records: dict[str, dict] = {}
+    records: dict[str, dict[str, Any]] = {}
     for module, exercise in dict.fromkeys((module, exercise) for module, exercise, *_ in found):
         known = mistakes_of(module, exercise)
         firsts = {short(m): first for m in known for key, first in first_failures(known).items() if key == m.key}

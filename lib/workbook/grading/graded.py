@@ -1,5 +1,6 @@
 """The graded names of a chapter, each looked up at the moment when a test uses it."""
 
+from collections.abc import Callable
 from typing import Any
 
 from lib.workbook.book import resolve
@@ -15,7 +16,7 @@ class Graded:
             raise BookError(f"no chapter grades {module!r}; chapters are {', '.join(chapters())}")
         self._module = module
 
-    def __getattr__(self, name: str):
+    def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # no graded name; pytest asks for such attributes when it looks for fixtures
             raise AttributeError(name)
         wrong = active_mistake()
@@ -23,7 +24,7 @@ class Graded:
             return wrong.answer(name)
         return resolve.answer(self._module, name)
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[Callable[[str], Any], tuple[str]]:
         return graded, (self._module,)
 
 

@@ -15,11 +15,13 @@ check.
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol, TypeVar
 
 from lib.workbook.grading.answers import further_apart, same_answer
 from lib.workbook.grading.expect import Wrong
 
+C = TypeVar("C")  # a check, of which only the identity matters here
+M = TypeVar("M", bound="Named")
 CONFIRMED_BY = 12  # once a single sentence remains, this many other checks are enough to confirm it
 
 
@@ -82,13 +84,23 @@ def _without_places(error: BaseException) -> str:
     return re.sub(r" \([^()]*:\d+\)|, for \d+ s| \(the limit is [^)]*\)", "", str(error).partition("\n")[0])
 
 
+class Named(Protocol):
+    """A mistake: two with the same sentence are the same to a learner."""
+
+    @property
+    def key(self) -> str: ...
+
+    @property
+    def sentence(self) -> str: ...
+
+
 def looks_like(
-    failing,
+    failing: C,
     first: Outcome,
-    others: list,
-    mistakes: Sequence[Any],
-    try_answer: Callable[[object], Outcome],
-    try_mistake: Callable[[Any, object], Outcome],
+    others: Sequence[C],
+    mistakes: Sequence[M],
+    try_answer: Callable[[C], Outcome],
+    try_mistake: Callable[[M, C], Outcome],
     confirmed_by: int = CONFIRMED_BY,
     on_certain: Callable[[str], None] = lambda sentence: None,
 ) -> str:

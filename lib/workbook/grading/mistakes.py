@@ -5,18 +5,19 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from lib.workbook.book.catalog import BookError, Chapter, Exercise, chapters
 from lib.workbook.grading.changes import Change, build, parse
 
 MISTAKE = "WORKBOOK_MISTAKE"
 IDLE = "changes nothing"
+T = TypeVar("T", bound=Callable[..., Any])  # a function or class, which stays what it is
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ def _reference(module: str) -> ModuleType:
     return importlib.import_module(f"solutions.{module}")
 
 
-def mistake(name: str, sentence: str) -> Callable:
+def mistake(name: str, sentence: str) -> Callable[[T], T]:
     """Mark a function or class of ``tests/chapter_NN/mistakes.py`` as a wrong answer to exercise ``name``.
 
     It is for answers that are built in another way than the reference; for all others there is `edits`.
@@ -68,7 +69,7 @@ def mistake(name: str, sentence: str) -> Callable:
         sentence: The misconception; it completes "looks like …".
     """
 
-    def register(implementation):
+    def register(implementation: T) -> T:
         _register(sys.modules[implementation.__module__].__dict__, name, sentence, lambda _: {name: implementation})
         return implementation
 
@@ -92,7 +93,7 @@ def edits(name: str, text: str) -> None:
         _register(bank, name, sentence, lambda known, changes=changes: _edited(known, changes))
 
 
-def _register(bank: dict, name: str, sentence: str, make: Callable[[Mistake], dict[str, Any]]) -> None:
+def _register(bank: dict[str, Any], name: str, sentence: str, make: Callable[[Mistake], dict[str, Any]]) -> None:
     """Add a mistake to its bank, the module whose names are ``bank``."""
     home = bank["__name__"]
     chapter = _chapter_in(home.split(".")[-2])
@@ -135,7 +136,7 @@ def mistakes_of(module: str, name: str | None = None) -> list[Mistake]:
 def _idle(exercise: Exercise) -> Mistake:
     """The mistake of doing nothing, for an exercise whose function should change its arguments."""
 
-    def changes_nothing(*args, **kwargs):
+    def changes_nothing(*args: object, **kwargs: object) -> None:
         return None
 
     sentence = "a function that does nothing: its arguments are the same after the call as before"
@@ -152,11 +153,12 @@ def active_mistake() -> Mistake | None:
     if home == IDLE:
         module, _, name = rest.partition(".")
         return _idle(chapters()[module].exercise(name))
-    return importlib.import_module(home).MISTAKES[key]
+    found: dict[str, Mistake] = importlib.import_module(home).MISTAKES
+    return found[key]
 
 
 @contextmanager
-def standing_in(wrong: Mistake):
+def standing_in(wrong: Mistake) -> Iterator[None]:
     """In this block, a mistake replaces the graded name that it belongs to, and the reference everything else.
 
     Raises:

@@ -5,19 +5,25 @@ import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING, ParamSpec
 
 from lib.workbook.book.catalog import BookError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+P = ParamSpec("P")
 
 RECORDING: dict[str, bool] = {"live": False, "write": False}
 
 
-def oracle(test: Callable) -> Callable:
+def oracle(test: Callable[P, None]) -> Callable[P, None]:
     """Mark a test that needs packages only maintainers install; it runs with ``--reference`` only."""
     test.workbook_oracle = True  # type: ignore[attr-defined]
     return test
 
 
-def recorded(name: str, compute: Callable, needs: str | None = None):
+def recorded(name: str, compute: Callable[[], "Tensor"], needs: str | None = None) -> "Tensor":
     """An oracle's value: computed live under ``--reference``, and read from the chapter's record in a learner's run.
 
     Args:
@@ -54,7 +60,7 @@ def _record_path(test_file: Path) -> Path:
     return test_file.with_name("oracle.safetensors")
 
 
-def _write_record(path: Path, values: dict) -> None:
+def _write_record(path: Path, values: dict[str, "Tensor"]) -> None:
     from importlib.metadata import PackageNotFoundError, version
 
     from safetensors.torch import save_file

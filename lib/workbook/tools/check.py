@@ -5,10 +5,14 @@ import os
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lib.workbook.book.catalog import ROOT, BookError, Chapter, Exercise, Route, find
 from lib.workbook.checks import warm
-from lib.workbook.checks.summary import describe
+from lib.workbook.checks.summary import Row, describe
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 @dataclass(frozen=True)
@@ -16,7 +20,7 @@ class Result:
     """The outcome of a check."""
 
     status: int
-    rows: list[dict] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
     output: str = ""
 
     @property
@@ -32,7 +36,7 @@ class Result:
         for row in self.rows:
             if row["state"] in ("wrong", "not checked"):
                 printed = f"\n\n  printed by this check:\n{row['printed']}" if row["printed"] else ""
-                return row["report"] + printed
+                return f"{row['report']}{printed}"
         return ""
 
 
@@ -62,7 +66,7 @@ def run_route(route: Route, *, mine: bool = False) -> Result:
     Raises:
         BookError: as `run`.
     """
-    rows = []
+    rows: list[Row] = []
     for chapter in route.chapters:
         result = run(chapter.module, mine=mine)
         chosen = {e.name for e in route.exercises if e.module == chapter.module}
@@ -87,7 +91,7 @@ SIGNS = {
 }
 
 
-def table(rows: list[dict]):
+def table(rows: list[Row]) -> "Table":
     """A rich table: exercise, state, first failing case, next step."""
     from rich import box
     from rich.table import Table

@@ -6,13 +6,16 @@ import io
 import os
 import subprocess
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.syntax import Syntax
 
 from lib.workbook.book.catalog import ROOT, BookError, find, routes
+
+if TYPE_CHECKING:
+    from lib.workbook.tools.check import Result
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 console = Console(highlight=False, soft_wrap=False)
@@ -34,7 +37,7 @@ def lab(
     port: Annotated[
         int | None, typer.Option(help="Use this port instead of the first free one.", parser=port_number)
     ] = None,
-):
+) -> None:
     """Open a chapter in JupyterLab, with the file that you write beside it."""
     from lib.workbook.tools import lab as jupyterlab
 
@@ -51,7 +54,7 @@ def check(
     ] = None,
     watch: Annotated[bool, typer.Option("--watch", help="Check again whenever you save a file in lib/.")] = False,
     mine: Annotated[bool, typer.Option("--mine", help="Use your own answers for the other chapters too.")] = False,
-):
+) -> None:
     """Check your answers to a chapter, to one exercise, or along a route."""
     if (what is None) == (route is None):
         raise BookError(
@@ -101,7 +104,7 @@ def _check_once(what: str, mine: bool) -> int:
     return _show(checks.run(what, mine=mine))
 
 
-def _show(result) -> int:
+def _show(result: "Result") -> int:
     """Print the table of a check's result and its first report; returns the exit status."""
     from rich.text import Text
 
@@ -115,7 +118,7 @@ def _show(result) -> int:
 
 
 @app.command()
-def progress():
+def progress() -> None:
     """Show all chapters at a glance, and the next exercise."""
     from rich.text import Text
 
@@ -158,7 +161,7 @@ def progress():
 def solution(
     what: What,
     diff: Annotated[bool, typer.Option("--diff", help="Show how it differs from your answer.")] = False,
-):
+) -> None:
     """Show one good answer, or how it differs from yours."""
     from lib.workbook.book.sources import read_mine
     from lib.workbook.book.stubs import BEGIN, END, source_of, where_it_breaks
@@ -194,7 +197,7 @@ def _print_source(text: str, language: str) -> None:
 def reset(
     what: What,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask before resetting a whole chapter.")] = False,
-):
+) -> None:
     """Start an exercise, or a whole chapter, over; a dated copy of your answer is kept."""
     from lib.workbook.book import stubs
 
@@ -218,7 +221,7 @@ def update(
             "--from", metavar="REMOTE/BRANCH", help="Update from here instead of the branch that this one follows."
         ),
     ] = None,
-):
+) -> None:
     """Bring the book up to date; everything you have written stays as it is."""
     from lib.workbook.tools import update as updates
 
@@ -230,7 +233,7 @@ def stubs(
     check: Annotated[
         bool, typer.Option("--check", help="Change nothing; exit with status 1 if anything differs.")
     ] = False,
-):
+) -> None:
     """Write what is derived: the stubs of lib/ and the numbers of figures (for maintainers)."""
     from lib.workbook.book.labels import number_figures
     from lib.workbook.book.stubs import write_stubs
@@ -246,7 +249,7 @@ def stubs(
 
 
 @app.command()
-def site(destination: Annotated[str, typer.Argument(help="The folder for the pages.")] = "_build/html"):
+def site(destination: Annotated[str, typer.Argument(help="The folder for the pages.")] = "_build/html") -> None:
     """Build the book's site; every cell runs on the reference solutions."""
     from lib.workbook.tools import site as sites
 
@@ -257,7 +260,7 @@ def site(destination: Annotated[str, typer.Argument(help="The folder for the pag
 def pdf(
     target: Annotated[str, typer.Argument(help="The file to write.")] = "_build/scaling-workbook.pdf",
     site: Annotated[str, typer.Option(help="The folder of the site's pages, which are built first.")] = "_build/html",
-):
+) -> None:
     """Print the whole book as one PDF, with contents, figures and page numbers."""
     from lib.workbook.tools import paper
     from lib.workbook.tools import site as sites
@@ -268,7 +271,7 @@ def pdf(
 
 
 @app.command()
-def test():
+def test() -> None:
     """Run the reference solutions against every test, and test the machinery (for maintainers)."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     folders = [path for path in (ROOT / "tests").iterdir() if (path / "__init__.py").exists()]

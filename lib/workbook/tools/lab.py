@@ -10,6 +10,7 @@ import sys
 import time
 import webbrowser
 from pathlib import Path
+from typing import Any
 
 from lib.workbook.book.catalog import CHAPTER_FILE, ROOT, BookError, find, pages
 from lib.workbook.book.sources import read_bytes
@@ -98,7 +99,7 @@ def free_port() -> int:
     raise BookError(f"no port between {FIRST_PORT} and {FIRST_PORT + 199} is free; choose another with --port")
 
 
-def _answers(process: subprocess.Popen, port: int, within_s: float = 60) -> bool:
+def _answers(process: subprocess.Popen[bytes], port: int, within_s: float = 60) -> bool:
     """Whether the server accepts connections before it ends or the time is up."""
     until = time.monotonic() + within_s
     while process.poll() is None and time.monotonic() < until:
@@ -156,7 +157,7 @@ def _first() -> str:
     return next((number for number in numbers if int(number)), numbers[0])
 
 
-def with_documents(saved: dict | None, paths: list[str]) -> dict:
+def with_documents(saved: dict[str, Any] | None, paths: list[str]) -> dict[str, Any]:
     """A workspace that shows the first document on the left and the second on the right, both in front."""
     data = dict((saved or {}).get("data", {}))
     layout = data.get("layout-restorer:data") or {}
@@ -185,7 +186,7 @@ def with_documents(saved: dict | None, paths: list[str]) -> dict:
     return {"data": data, "metadata": {"id": WORKSPACE}}
 
 
-def _tab_areas(dock: dict | None) -> list[dict]:
+def _tab_areas(dock: dict[str, Any] | None) -> list[dict[str, Any]]:
     """All tab areas of a dock, from left to right."""
     if not dock:
         return []

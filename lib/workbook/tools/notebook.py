@@ -4,6 +4,7 @@ import ast
 import html
 import os
 import re
+from typing import Any
 
 from lib.workbook.book import contracts, resolve
 from lib.workbook.book.catalog import BookError, Chapter, Exercise, find
@@ -143,7 +144,7 @@ def _told(text: str) -> Shown:
 # ---- the kernel ------------------------------------------------------------------------------------------------------
 
 
-def load(shell=None) -> None:
+def load(shell: Any = None) -> None:
     """Register ``%check``, and a hook that reloads edited modules before each cell;
     ``import lib`` calls it in a kernel.
     """
@@ -155,7 +156,7 @@ def load(shell=None) -> None:
     shell.workbook_loaded = True
     shell.register_magic_function(check, "line", "check")
 
-    def before_cell(info=None):
+    def before_cell(info: object = None) -> None:
         _leave_to_us(shell)
         resolve.refresh(shell.user_ns)
 
@@ -168,7 +169,7 @@ so that ``%check`` works before any other cell has run.
 """
 
 
-def _leave_to_us(shell) -> None:
+def _leave_to_us(shell: Any) -> None:
     """Keep ``%autoreload`` away from graded modules, whose names may come from the reference."""
     from lib.workbook.book.catalog import chapters
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import PurePosixPath
 
 from docutils import nodes
+from sphinx.application import Sphinx
 
 from lib.workbook.book.backmatter import hours
 from lib.workbook.book.catalog import Chapter, chapters
@@ -14,7 +15,7 @@ MOST_FIGURES = 3
 SENTENCE_END = re.compile(r"(?<=[.?!])(?=\s|$)")
 
 
-def add_opening(app, doctree: nodes.document) -> None:
+def add_opening(app: Sphinx, doctree: nodes.document) -> None:
     """Put the box before the first cell of a chapter; other pages have none."""
     path = PurePosixPath(app.env.docname)
     chapter = next(
@@ -138,7 +139,7 @@ def _section_of(node: nodes.Node, page: nodes.section) -> nodes.section:
 
 
 def _title(section: nodes.section) -> str:
-    return section[section.first_child_matching_class(nodes.title)].astext()
+    return str(section[section.first_child_matching_class(nodes.title)].astext())
 
 
 def _link(text: str, target: str) -> nodes.reference:

@@ -3,9 +3,11 @@
 import html
 import re
 from pathlib import Path
+from typing import Any
 from urllib.parse import urljoin
 
 from docutils import nodes
+from sphinx.application import Sphinx
 from sphinx.writers.html5 import HTML5Translator
 
 from lib.workbook.book.front import repository
@@ -28,7 +30,7 @@ if "google.colab" in sys.modules and not Path("book.yml").exists():  # on Colab:
     %cd book"""
 
 
-def connect(app) -> None:
+def connect(app: Sphinx) -> None:
     """Register everything below with Sphinx; called by conf.py."""
     for builder in ("html", "dirhtml"):
         app.set_translator(builder, Translator)
@@ -57,7 +59,9 @@ def description(doctree: nodes.document) -> str:
     return found
 
 
-def describe_page(app, pagename: str, templatename: str, context: dict, doctree) -> None:
+def describe_page(
+    app: Sphinx, pagename: str, templatename: str, context: dict[str, Any], doctree: nodes.document | None
+) -> None:
     """Put the description into a page's head, and what a preview of a link to it shows."""
     if doctree is None:
         return
@@ -86,7 +90,7 @@ def describe_page(app, pagename: str, templatename: str, context: dict, doctree)
     context["metatags"] = context.get("metatags", "") + "\n".join(["", *tags, ""])
 
 
-def preview(app, pagename: str, title: str, doctree: nodes.document) -> tuple[str, str]:
+def preview(app: Sphinx, pagename: str, title: str, doctree: nodes.document) -> tuple[str, str]:
     """Path and description of what a link to a page shows: the page's own figure, or the book's picture."""
     figure = None if pagename == app.config.root_doc else previews.chosen(doctree, app.config.workbook_previews)
     if figure is None:
@@ -105,7 +109,7 @@ def _meta(kind: str, name: str, content: str) -> str:
 # ---- captions, names and drawings ------------------------------------------------------------------------------------
 
 
-def mark_captions(app, doctree: nodes.document) -> None:
+def mark_captions(app: Sphinx, doctree: nodes.document) -> None:
     """Give a paragraph that begins with a bold "Figure 2.1." the class of captions."""
     for paragraph in doctree.findall(nodes.paragraph):
         first = next((child for child in paragraph if child.astext()), None)
@@ -113,7 +117,7 @@ def mark_captions(app, doctree: nodes.document) -> None:
             paragraph["classes"].append("workbook-caption")
 
 
-def keep_punctuation(app, doctree: nodes.document) -> None:
+def keep_punctuation(app: Sphinx, doctree: nodes.document) -> None:
     """Keep a comma or a period on the line of the formula before it: a browser may break a line after any formula."""
     for formula in list(doctree.findall(nodes.math)):
         after = formula.next_node(descend=False, siblings=True)
@@ -141,7 +145,7 @@ class Translator(HTML5Translator):
             self.body[start:] = [breakable(part) for part in self.body[start:]]
 
 
-def draw_inline(app, doctree: nodes.document, docname: str) -> None:
+def draw_inline(app: Sphinx, doctree: nodes.document, docname: str) -> None:
     """Put a page's drawings (.svg) into the page itself, where they take its colours, light or dark,
     and can be read aloud.
     """
@@ -161,16 +165,21 @@ def inline(drawing: str, alt: str) -> str:
     return re.sub(r"\A<svg", described, drawing)
 
 
-def bring_python(app, pagename: str, templatename: str, context: dict, doctree) -> None:
+def bring_python(
+    app: Sphinx, pagename: str, templatename: str, context: dict[str, Any], doctree: nodes.document | None
+) -> None:
     """Add the script that lets a reader try an exercise, if the site has a Python for the browser."""
     if 'class="workbook-try"' in context.get("body", "") and assets.folders():
-        app.add_js_file("tryit/page.js", defer="defer", **{"data-bytes": str(assets.n_bytes())})
+        attributes: dict[str, Any] = {"data-bytes": str(assets.n_bytes())}
+        app.add_js_file("tryit/page.js", defer="defer", **attributes)
 
 
 # ---- the notebook of a page ------------------------------------------------------------------------------------------
 
 
-def offer_notebook(app, pagename: str, templatename: str, context: dict, doctree) -> None:
+def offer_notebook(
+    app: Sphinx, pagename: str, templatename: str, context: dict[str, Any], doctree: nodes.document | None
+) -> None:
     """Put the page's notebook, without results, beside its source, where the theme's download button looks for it."""
     source = Path(app.srcdir, f"{pagename}.md")
     if doctree is None or pagename.startswith("solutions/") or not source.exists():
@@ -189,10 +198,11 @@ def notebook(source: Path) -> str:
 
     found = jupytext.read(source)
     if not any("google.colab" in cell["source"] for cell in found.cells):
-        cell = new_code_cell(COLAB.format(source=repository()), metadata={"jupyter": {"source_hidden": True}})
+        hidden = {"jupyter": {"source_hidden": True}}
+        cell = new_code_cell(COLAB.format(source=repository()), metadata=hidden)  # type: ignore[no-untyped-call]
         code = (i for i, other in enumerate(found.cells) if other["cell_type"] == "code")
         if (first := next(code, None)) is not None:
             found.cells.insert(first, cell)
     for n, cell in enumerate(found.cells):
         cell["id"] = f"cell-{n}"  # otherwise random, and every build would write another file
-    return jupytext.writes(found, fmt="ipynb")
+    return str(jupytext.writes(found, fmt="ipynb"))

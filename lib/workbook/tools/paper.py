@@ -3,7 +3,7 @@
 import posixpath
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urldefrag
 
 import yaml
@@ -11,6 +11,9 @@ from bs4 import BeautifulSoup
 
 from lib.workbook.book.catalog import ROOT, BookError, chapters, pages
 from lib.workbook.tools.browser import chromium
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
 Soup = Any
 """A document or an element of Beautiful Soup, whose own types make every attribute a string or a list."""
@@ -87,15 +90,21 @@ def write(built: Path, target: Path) -> int:
     return len(reader.pages)
 
 
-def _print(browser, source: Path, target: Path) -> None:
+def _print(browser: "Browser", source: Path, target: Path) -> None:
     context = browser.new_context(color_scheme="light", offline=True)
     page = context.new_page()
     page.set_default_timeout(0)  # a whole book takes minutes
     page.goto(source.as_uri())
     page.evaluate("() => window.MathJax && MathJax.startup ? MathJax.startup.promise : null")
-    options = {"prefer_css_page_size": True, "print_background": True, "outline": True, "tagged": True}
     page.pdf(
-        path=target, display_header_footer=True, header_template="<span></span>", footer_template=FOOTER, **options
+        path=target,
+        display_header_footer=True,
+        header_template="<span></span>",
+        footer_template=FOOTER,
+        prefer_css_page_size=True,
+        print_background=True,
+        outline=True,
+        tagged=True,
     )
     context.close()
 

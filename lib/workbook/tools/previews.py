@@ -6,9 +6,12 @@ import io
 import re
 from collections.abc import Collection
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from docutils import nodes
+
+if TYPE_CHECKING:
+    from PIL import ImageFont
 
 SIZE = (1200, 630)
 """Width and height in pixels that networks ask for."""
@@ -60,7 +63,7 @@ def card(figure: bytes, title: str, book: str) -> bytes:
     return file.getvalue()
 
 
-def _font(text: str, size: int):
+def _font(text: str, size: int) -> "ImageFont.FreeTypeFont":
     """Matplotlib's own font, as large as ``size`` if the text then fits."""
     import matplotlib
     from PIL import ImageFont

@@ -3,10 +3,12 @@
 import hashlib
 import json
 from dataclasses import dataclass
+from typing import Any
 
 from lib.workbook.book.catalog import ROOT, Chapter, Exercise, chapters
 from lib.workbook.book.sources import SourceError, read_mine
 from lib.workbook.book.stubs import marker_lines, where_it_breaks, write_atomically
+from lib.workbook.checks.summary import Row
 from lib.workbook.tools import check
 
 CACHE = ROOT / ".workbook" / "progress.json"
@@ -20,7 +22,7 @@ def _key(chapter: Chapter) -> str:
     return digest.hexdigest()[:16]
 
 
-def states(chapter: Chapter) -> dict[str, dict]:
+def states(chapter: Chapter) -> dict[str, Row]:
     """The result of each exercise of a chapter, which is graded again only if one of its files has changed.
 
     Raises:
@@ -38,10 +40,10 @@ def states(chapter: Chapter) -> dict[str, dict]:
         rows = {row["name"]: row for row in check.run(chapter.module).rows}
         cached[chapter.module] = {"key": key, "rows": rows}
         write_atomically(CACHE, json.dumps(cached))
-    return cached[chapter.module]["rows"]
+    return dict(cached[chapter.module]["rows"])
 
 
-def _cached() -> dict:
+def _cached() -> dict[str, Any]:
     """The results of the last run; empty if the file is missing or damaged."""
     try:
         return dict(json.loads(CACHE.read_text(encoding="utf-8")))
@@ -54,7 +56,7 @@ class Line:
     """One chapter of the overview."""
 
     chapter: Chapter
-    rows: dict[str, dict]
+    rows: dict[str, Row]
     problem: str = ""
 
 

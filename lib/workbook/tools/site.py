@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -19,6 +20,10 @@ from lib.workbook.book.stubs import BEGIN, END, source_of, write_atomically
 from lib.workbook.checks.warm import can_fork
 from lib.workbook.tools.lab import jupyter_path
 from lib.workbook.tools.tryit import assets
+
+if TYPE_CHECKING:
+    from docutils import nodes
+    from sphinx.application import Sphinx
 
 JUPYTEXT_HEADER = """---
 jupytext:
@@ -111,7 +116,7 @@ def warm_kernels(variables: dict[str, str]) -> Iterator[dict[str, str]]:
 # ---- what conf.py asks for -------------------------------------------------------------------------------------------
 
 
-def write_toc(book: dict) -> str:
+def write_toc(book: dict[str, Any]) -> str:
     """Write book.yml's table of contents as sphinx-external-toc reads it, and return the file's path.
 
     The first page is the front page.
@@ -124,7 +129,7 @@ def write_toc(book: dict) -> str:
     """
     loose = [entry for entry in book["toc"] if "file" in entry]
     parts = [part for part in book["toc"] if "file" not in part]
-    subtrees: list[dict] = [{"entries": found}] if (found := _entries(loose[1:])) else []
+    subtrees: list[dict[str, Any]] = [{"entries": found}] if (found := _entries(loose[1:])) else []
     number = 0
     for part in parts:
         back_matter = part is parts[-1] and all(is_back_matter(entry["file"]) for entry in part["children"])
@@ -149,11 +154,11 @@ def write_toc(book: dict) -> str:
     return "_build/toc.yml"
 
 
-def _entries(listed: list[dict]) -> list[dict]:
+def _entries(listed: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{"file": _page(entry)} for entry in listed if (ROOT / entry["file"]).exists()]
 
 
-def _page(entry: dict) -> str:
+def _page(entry: dict[str, str]) -> str:
     return entry["file"].removesuffix(".md")
 
 
@@ -180,7 +185,7 @@ def write_if_new(path: Path, text: str) -> None:
         write_atomically(path, text)
 
 
-def share_pages(app) -> None:
+def share_pages(app: "Sphinx") -> None:
     """Give each process of Sphinx one page with cells at a time, the last chapters first, because they take longest.
 
     Sphinx would cut the list into a few long pieces, and the process with the slowest piece would end alone.
@@ -192,7 +197,7 @@ def share_pages(app) -> None:
         found = [[name] for name in with_cells] + [[name for name in arguments if name not in with_cells]]
         return found[:nproc] + found[nproc:][::-1]  # of those that wait, Sphinx starts the last one
 
-    builders.make_chunks = pieces
+    vars(builders)["make_chunks"] = pieces
 
 
 def has_cells(page: Path) -> bool:
@@ -271,12 +276,12 @@ def _rest(chapter: Chapter, source: str) -> str:
 # ---- the glossary ----------------------------------------------------------------------------------------------------
 
 
-def read_definition_lists(app) -> None:
+def read_definition_lists(app: "Sphinx") -> None:
     """Let Sphinx's glossary read terms as Jupyter Book 2 does, with a line ``: definition`` below each."""
     from sphinx.domains.std import Glossary
 
     class DefinitionList(Glossary):
-        def run(self):
+        def run(self) -> "list[nodes.Node]":
             for i, line in enumerate(self.content):
                 if line.startswith(": "):
                     self.content.data[i] = "  " + line[2:]

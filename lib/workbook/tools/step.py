@@ -52,7 +52,7 @@ def run(label: str, command: list[str]) -> int:
 def times() -> dict[str, float]:
     """How long each step took last time; nothing if the file is missing or damaged."""
     try:
-        return json.loads(TIMES.read_text(encoding="utf-8"))
+        return dict(json.loads(TIMES.read_text(encoding="utf-8")))
     except (OSError, ValueError):
         return {}
 

@@ -8,7 +8,7 @@ WHO = """
 import sys
 from lib.toy import double
 from lib.later import quadruple
-from lib.workbook.book.resolve import provenance
+from lib.workbook.book.sources import provenance
 print(*(f"{p[0].parent.name}/{p[0].name}" for p in map(provenance, (double, quadruple))), quadruple(3))
 """
 

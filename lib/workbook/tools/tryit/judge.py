@@ -15,13 +15,16 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any, NamedTuple
 
 from lib.workbook.checks.alarm import TimeLimit
 from lib.workbook.grading.cases import case, current_case
 from lib.workbook.grading.expect import Wrong, expect_close, expect_equal, expect_raises, expect_true, is_stub_error
 from lib.workbook.grading.likeness import Outcome, looks_like
+
+Tracer = Callable[[FrameType, str, Any], Any]
+"""What ``sys.settrace`` takes."""
 
 EXPECTATIONS = (case, expect_close, expect_equal, expect_raises, expect_true)
 ANSWER = "<your answer>"
@@ -108,18 +111,20 @@ class Judge:
     def diagnosis(self, failed: Check, outcomes: dict[str, Outcome]) -> str:
         """The sentence of the mistake that an answer makes; the kit has the outcomes of all mistakes."""
         mistakes = [SimpleNamespace(**mistake) for mistake in self.kit["mistakes"]]
-        known = pickle.loads(base64.b64decode(self.kit["outcomes"]))
+        known: dict[str, dict[str, Outcome]] = pickle.loads(base64.b64decode(self.kit["outcomes"]))
         others = [check for check in self.checks if check != failed and check.nodeid in outcomes]
 
-        def try_answer(check):
+        def try_answer(check: Check) -> Outcome:
             return outcomes[check.nodeid]
 
-        def try_mistake(mistake, check):
+        def try_mistake(mistake: SimpleNamespace, check: Check) -> Outcome:
             return known[mistake.key][check.nodeid]
 
         return looks_like(failed, outcomes[failed.nodeid], others, mistakes, try_answer, try_mistake)
 
-    def report(self, problem: str, rows: list, passed: int, state: str = "wrong", read: str = "") -> dict[str, Any]:
+    def report(
+        self, problem: str, rows: list[tuple[str, str]], passed: int, state: str = "wrong", read: str = ""
+    ) -> dict[str, Any]:
         return {
             "state": state,
             "problem": problem,
@@ -159,12 +164,12 @@ def time_limit(seconds: float) -> Iterator[None]:
     """Raise TimeLimit at the answer's first step that begins after ``seconds``: a browser's Python has no signals."""
     end = time.monotonic() + seconds
 
-    def in_answer(frame, event, argument):
+    def in_answer(frame: FrameType, event: str, argument: object) -> Tracer:
         if time.monotonic() > end:
             raise TimeLimit(f"not finished after {seconds:g} s")
         return in_answer
 
-    def enter(frame, event, argument):
+    def enter(frame: FrameType, event: str, argument: object) -> Tracer | None:
         if frame.f_code.co_filename != ANSWER:
             return None
         frame.f_trace_opcodes = True  # ``while True: pass`` has a first line and no second

@@ -195,7 +195,7 @@ def files() -> list[str]:
     return [f"{module.replace('.', '/')}.py" for module in found]
 
 
-def known(kit: dict, mistakes: list[Mistake], chapter: Chapter, exercise: Exercise) -> dict[str, Any]:
+def known(kit: dict[str, Any], mistakes: list[Mistake], chapter: Chapter, exercise: Exercise) -> dict[str, Any]:
     """The sentences of the known mistakes, and how each of them fails the checks.
 
     Raises:

@@ -3,6 +3,7 @@
 import html
 import inspect
 from pathlib import Path
+from typing import Any
 
 from lib.given.show.tokens import Html
 from lib.workbook.book.catalog import BookError, Exercise, find
@@ -34,7 +35,7 @@ def tryit(name: str, recorded: str, start: str) -> Html:
     return Html(page, f"Exercise {exercise.number}: {name}\n\n{kit['stub']}")
 
 
-def _live(kit: dict, exercise: Exercise, start: str) -> str:
+def _live(kit: dict[str, Any], exercise: Exercise, start: str) -> str:
     """What the script shows: the editor, its buttons, and where the result is said. A page without script hides it."""
     n_lines = len(kit["stub"].splitlines()) + 11
     home = kit["reads"][""]["page"]
@@ -55,7 +56,7 @@ def _live(kit: dict, exercise: Exercise, start: str) -> str:
 <pre class="try-start" hidden>{html.escape(_text(_mistake(exercise, start), exercise), quote=False)}</pre></div>"""
 
 
-def _recorded(kit: dict, exercise: Exercise, words: str) -> str:
+def _recorded(kit: dict[str, Any], exercise: Exercise, words: str) -> str:
     """A run of a known mistake, made when the page was."""
     wrong = _mistake(exercise, words)
     text = _text(wrong, exercise)
