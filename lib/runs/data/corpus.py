@@ -51,7 +51,7 @@ def _encode(texts: list[str]) -> bytes:
     return np.fromiter(row, dtype=np.uint16).tobytes()
 
 
-def make_tokenizer(merges: list[tuple[bytes, bytes]], special_tokens: Sequence[str] = (END,)):
+def make_tokenizer(merges: list[tuple[bytes, bytes]], special_tokens: Sequence[str] = (END,)) -> Any:
     """Chapter 1's tokenizer with these merges, and a token for the end of a document.
 
     Args:

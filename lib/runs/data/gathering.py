@@ -171,27 +171,27 @@ class _Words(HTMLParser):
         "paragraph",
     )  # fmt: skip
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.pieces: list[str] = []
         self.ignored: list[str] = []
         self.code = 0
 
-    def handle_starttag(self, tag, attrs):
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         if tag in self.IGNORED:
             self.ignored.append(tag)
         self.code += tag == "pre"
         if tag in self.BREAKS:
             self.pieces.append("\n\n" if tag[0] in "ph" else "\n")
 
-    def handle_endtag(self, tag):
+    def handle_endtag(self, tag: str) -> None:
         if tag in self.ignored:
             del self.ignored[self.ignored.index(tag) :]
         self.code -= tag == "pre"
         if tag in self.BREAKS:
             self.pieces.append("\n")
 
-    def handle_data(self, data):
+    def handle_data(self, data: str) -> None:
         if not self.ignored:
             self.pieces.append(data if self.code > 0 else re.sub(r"\s+", " ", data))
 

@@ -6,7 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -55,7 +55,7 @@ def streamed(
     pool: Executor, function: Callable[[A], B], items: Iterable[A], ahead: int = 8
 ) -> Generator[B, None, None]:
     """``pool.map`` that keeps only a few items ahead of its consumer, where ``map`` first reads them all."""
-    waiting: deque = deque()
+    waiting: deque[Future[B]] = deque()
     try:
         for item in items:
             waiting.append(pool.submit(function, item))
@@ -77,7 +77,7 @@ def make_pool(begin: Callable[..., None] | None = None, *args: Any) -> ProcessPo
     return ProcessPoolExecutor(os.cpu_count(), initializer=_begin, initargs=(begin, args))
 
 
-def _begin(begin: Callable[..., None] | None, args: tuple) -> None:
+def _begin(begin: Callable[..., None] | None, args: tuple[Any, ...]) -> None:
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     if begin:
         begin(*args)
@@ -167,7 +167,7 @@ class Lines(Sequence[str]):
     def __len__(self) -> int:
         return len(self.places)
 
-    def __getitem__(self, i):
+    def __getitem__(self, i: Any) -> Any:
         """A text, or, for a slice or an array of indices, the sequence of these."""
         if isinstance(i, slice | np.ndarray):
             return Lines(self.store, self.places[i])

@@ -80,7 +80,7 @@ class HandOn(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, state: Tensor, transition: Tensor | None, group: dist.ProcessGroup) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, state: Tensor, transition: Tensor | None, group: dist.ProcessGroup) -> Tensor:
         rank, last = dist.get_rank(group), dist.get_world_size(group) - 1
         before = torch.zeros_like(state, memory_format=torch.contiguous_format)
         if rank > 0:
@@ -93,7 +93,7 @@ class HandOn(torch.autograd.Function):
         return before
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         before, transition = ctx.saved_tensors
         rank, last = dist.get_rank(ctx.group), dist.get_world_size(ctx.group) - 1
         after = torch.zeros_like(grad, memory_format=torch.contiguous_format)

@@ -295,7 +295,7 @@ class Run:
         together with the weight decay outside of the optimizer.
         """
 
-        def decay(*_) -> None:
+        def decay(*_: object) -> None:
             self.strategy.decay(lr)
 
         handle = self.optimizer.register_step_pre_hook(decay)

@@ -127,7 +127,7 @@ class Strategy:
         """This rank's scores of a micro-batch; the model is in evaluation mode. All ranks call it together."""
         return self.pipeline.score(inputs, targets) if self.pipeline is not None else self.call(inputs, targets)
 
-    def micro_step(self, is_last: bool) -> AbstractContextManager:
+    def micro_step(self, is_last: bool) -> AbstractContextManager[Any]:
         """Context for forward and backward of a micro-batch: gradients are synchronized in the last one only."""
         return nullcontext()
 
@@ -231,7 +231,7 @@ class Copied(Strategy):
     All gradients are averaged at once, after the last backward.
     """
 
-    def finish(self):
+    def finish(self) -> None:
         experts = nn.ParameterList(p for name, p in self.named().items() if self.is_spread(name))
         others = nn.ParameterList(p for name, p in self.named().items() if not self.is_spread(name))
         average_gradients_flat(others, self.mesh.group("copies"))
@@ -244,17 +244,17 @@ class Copied(Strategy):
 class Replicated(Strategy):
     """All ranks are copies; gradients are averaged while backward goes on."""
 
-    def wrap(self, loss):
+    def wrap(self, loss: Loss) -> nn.Module:
         if self.options.ours:
             return BucketedDDP(loss, self.options.bucket_mb)
         devices = [loss.device] if loss.device.type == "cuda" else None
-        settings: dict = {"bucket_cap_mb": self.options.bucket_mb, "gradient_as_bucket_view": True}
+        settings: dict[str, Any] = {"bucket_cap_mb": self.options.bucket_mb, "gradient_as_bucket_view": True}
         return DistributedDataParallel(loss, device_ids=devices, **settings)
 
-    def micro_step(self, is_last):
+    def micro_step(self, is_last: bool) -> AbstractContextManager[Any]:
         return nullcontext() if is_last else self.call.no_sync()
 
-    def finish(self):
+    def finish(self) -> None:
         if self.options.ours:
             self.call.finish_gradient_synchronization()
 
@@ -310,9 +310,9 @@ class HybridSharded(FullySharded):
 class Sharded(Strategy):
     """Chapter 12's ``FullySharded``: parameters are flat shards that mix weights and biases."""
 
-    def wrap(self, loss):
+    def wrap(self, loss: Loss) -> nn.Module:
         low = loss.task.dtype if loss.task.dtype != torch.float32 else None
-        settings: dict = {"param_dtype": low, **self.mesh.along("shard")}
+        settings: dict[str, Any] = {"param_dtype": low, **self.mesh.along("shard")}
         if self.mesh.size["pipeline"] > 1:
             settings["units"] = units_of(loss)
         elif loss.units is not None:
@@ -337,7 +337,7 @@ class Sharded(Strategy):
             found.append((kind, part))
         return [(part, self.mesh.group(kind)) for kind, part in found]
 
-    def parts(self, name):
+    def parts(self, name: str) -> dict[str, slice]:
         flat = self.flats[name]
         n, found = len(flat.shard), {}
         start = -self.mesh.rank["shard"] * n
@@ -348,30 +348,30 @@ class Sharded(Strategy):
             start += size
         return found
 
-    def members(self, name):
+    def members(self, name: str) -> list[str]:
         return [whole.removeprefix("model.") for whole in self.flats[name].shapes]
 
-    def named(self):
+    def named(self) -> dict[str, nn.Parameter]:
         return {name: flat.shard for name, flat in self.flats.items()}
 
-    def groups(self):
+    def groups(self) -> list[dict[str, Any]]:
         return [{"params": list(self.named().values()), "weight_decay": 0.0}]
 
-    def micro_step(self, is_last):
+    def micro_step(self, is_last: bool) -> AbstractContextManager[Any]:
         if isinstance(self.call, HybridSharded):
             self.call.begin(is_last)
         return nullcontext()
 
-    def finish(self):
+    def finish(self) -> None:
         self.call.finish_gradient_synchronization()
 
-    def clip(self, max_norm):
+    def clip(self, max_norm: float) -> Tensor:
         if self.options.uses("tensor", "pipeline", "expert"):
             return self.clip_parts(max_norm)
         return clip_sharded_gradient_norm_(self.named().values(), max_norm, **self.mesh.along("shard"))
 
     @torch.no_grad()
-    def decay(self, lr):
+    def decay(self, lr: float) -> None:
         found = [
             (p, part)
             for name, p in self.named().items()
@@ -382,11 +382,12 @@ class Sharded(Strategy):
         if not values or not self.options.weight_decay or self.options.optimizer == "muon":
             return
         if self.options.optimizer == "sgd":  # like PyTorch's SGD, add the decay to the gradient
-            torch._foreach_add_([p.grad[part] for p, part in found], values, alpha=self.options.weight_decay)
+            grads = [p.grad[part] for p, part in found]  # type: ignore[index] # backward has made all of them
+            torch._foreach_add_(grads, values, alpha=self.options.weight_decay)
         else:
             torch._foreach_mul_(values, 1 - lr * self.options.weight_decay)
 
-    def unsharded(self, name, mine):
+    def unsharded(self, name: str, mine: Tensor) -> dict[str, Tensor]:
         flat = self.flats[name]
         row = mine.new_empty(self.mesh.size["shard"] * len(mine))
         all_gather_row(row, mine, self.mesh.group("shard"))
@@ -394,7 +395,7 @@ class Sharded(Strategy):
         shaped = zip(self.members(name), parts, flat.shapes.values(), strict=True)
         return {whole: part.view(shape) for whole, part, shape in shaped}
 
-    def take(self, name, whole):
+    def take(self, name: str, whole: dict[str, Tensor]) -> Tensor:
         local = self._cut(whole)
         row = torch.cat([local[n].reshape(-1) for n in self.members(name)])
         return shard(row, self.mesh.rank["shard"], self.mesh.size["shard"])
@@ -403,24 +404,24 @@ class Sharded(Strategy):
 class TorchSharded(Strategy):
     """PyTorch's ``fully_shard``."""
 
-    def wrap(self, loss):
+    def wrap(self, loss: Loss) -> nn.Module:
         low = loss.task.dtype if loss.task.dtype != torch.float32 else None
         hybrid = self.mesh.size["copies"] > 1
         mesh = self.mesh.copies_by_shard() if hybrid else self.mesh.devices["shard"]
         return apply_fully_shard(loss, mesh, low)
 
-    def score(self, inputs, targets):
+    def score(self, inputs: Tensor, targets: Tensor) -> Tensor:
         found = super().score(inputs, targets)
         for part in self.call.modules():
             if isinstance(part, FSDPModule):
                 part.reshard()  # the root does this only after a backward
         return found
 
-    def micro_step(self, is_last):
+    def micro_step(self, is_last: bool) -> AbstractContextManager[Any]:
         self.call.set_requires_gradient_sync(is_last)
         return nullcontext()
 
-    def take(self, name, whole):
+    def take(self, name: str, whole: dict[str, Tensor]) -> Tensor:
         (mine,) = self._cut(whole).values()
         parts = mine.chunk(self.mesh.size["shard"])
         rank = self.mesh.rank["shard"]

@@ -77,7 +77,7 @@ class Task:
         return "images" if self.unit == "image" else "sequences"
 
     @classmethod
-    def sizes(cls, options: Options) -> dict[str, dict[str, int]]:
+    def sizes(cls, options: Options) -> dict[str, dict[str, Any]]:
         """The sizes that each kind of parallelism divides, by kind and name; "why" has the kinds not supported."""
         raise NotImplementedError
 
@@ -162,7 +162,7 @@ class ViTTask(Task):
         self.tokens_per_row = config.n_patches
 
     @classmethod
-    def sizes(cls, options):
+    def sizes(cls, options: Options) -> dict[str, dict[str, Any]]:
         config = vit_sizes(options)
         widths = {"n_heads": config.n_heads, "hidden_dim": config.hidden_dim}
         why = {
@@ -176,25 +176,25 @@ class ViTTask(Task):
 
         return VisionTransformer(self.config)
 
-    def fast_block(self, model, i, path):
+    def fast_block(self, model: Any, i: int, path: fast.Path) -> Callable[[Any, Tensor], Tensor]:
         return partial(fast.vit_block_of(model, i, path), path=path)
 
-    def fast_loss(self, model, inputs, targets, path):
+    def fast_loss(self, model: Any, inputs: Tensor, targets: Tensor, path: fast.Path) -> Tensor:
         return fast.vit_loss(model, inputs, targets, path, call_blocks=True)
 
-    def fast_logits(self, model, inputs, path):
+    def fast_logits(self, model: Any, inputs: Tensor, path: fast.Path) -> Tensor:
         return fast.vit_logits(model, inputs, path, call_blocks=True)
 
-    def plain_logits(self, model, inputs):
+    def plain_logits(self, model: Any, inputs: Tensor) -> Tensor:
         return model(inputs)
 
-    def exported(self, weights):
+    def exported(self, weights: dict[str, Tensor]) -> export.Exported:
         return export.vit_for_timm(weights, self.config)
 
-    def embed(self, model, inputs):
+    def embed(self, model: Any, inputs: Tensor) -> Tensor:
         return model.embeddings(inputs)
 
-    def head(self, model, x):
+    def head(self, model: Any, x: Tensor) -> Tensor:
         x = model.norm(x)
         return model.head(x[:, 0] if self.config.pooling == "token" else x[:, 1:].mean(dim=1))
 
@@ -253,7 +253,7 @@ class GPT2Task(Task):
             self.flops_per_item += 6 * config.n_layers * extra_weights(options, config.dim)
 
     @classmethod
-    def sizes(cls, options):
+    def sizes(cls, options: Options) -> dict[str, dict[str, Any]]:
         config = gpt2_sizes(options)
         sizes = {"context": {"length": config.context_len}, "pipeline": {"n_layers": config.n_layers}}
         if options.n_experts:
@@ -271,31 +271,31 @@ class GPT2Task(Task):
             put_mixtures(model, self.options, self.config.dim, self.config.n_layers)
         return model
 
-    def describe(self):
+    def describe(self) -> dict[str, Any]:
         o = self.options
         mixture = {"n_experts": o.n_experts, "top_k": o.top_k} if o.n_experts else None
         return {**super().describe(), "mixture": mixture}
 
-    def fast_path(self, device):
+    def fast_path(self, device: torch.device) -> fast.Path:
         # the kernel rounds its gradient to 16 bits before the loss scale reaches it: float16 would lose most of it
         return replace(super().fast_path(device), loss_kernel=device.type == "cuda" and self.dtype == torch.bfloat16)
 
-    def fast_block(self, model, i, path):
+    def fast_block(self, model: Any, i: int, path: fast.Path) -> Callable[[Any, Tensor], Tensor]:
         return partial(fast.gpt2_block, path=path, n_heads=self.config.n_heads)
 
-    def fast_loss(self, model, inputs, targets, path):
+    def fast_loss(self, model: Any, inputs: Tensor, targets: Tensor, path: fast.Path) -> Tensor:
         return fast.gpt2_loss(model, inputs, targets, path, call_blocks=True)
 
-    def plain_logits(self, model, inputs):
+    def plain_logits(self, model: Any, inputs: Tensor) -> Tensor:
         return model(inputs)[0]
 
-    def exported(self, weights):
+    def exported(self, weights: dict[str, Tensor]) -> export.Exported:
         return export.gpt2_for_transformers(weights, self.config)
 
-    def embed(self, model, inputs):
+    def embed(self, model: Any, inputs: Tensor) -> Tensor:
         return model.wte(inputs) + model.wpe(torch.arange(inputs.shape[1], device=inputs.device))
 
-    def head(self, model, x):
+    def head(self, model: Any, x: Tensor) -> Tensor:
         return model.wte(model.ln_f(x))
 
 
@@ -316,7 +316,7 @@ class LlamaTask(Task):
         self.n_weights += 0 if getattr(config, "tied", False) else config.vocab_size * config.dim  # the embedding
 
     @classmethod
-    def sizes(cls, options):
+    def sizes(cls, options: Options) -> dict[str, dict[str, Any]]:
         config = llama_sizes(options)
         divides = isinstance(config, VariantConfig) and not (
             SLIDING in config.layer_types or config.softcap or config.sinks
@@ -336,13 +336,13 @@ class LlamaTask(Task):
     def new_model(self) -> nn.Module:
         return make_llama(self.config)
 
-    def describe(self):
+    def describe(self) -> dict[str, Any]:
         return {"family": self.options.family or PLAIN, **super().describe()}
 
-    def plain_logits(self, model, inputs):
+    def plain_logits(self, model: Any, inputs: Tensor) -> Tensor:
         return model(inputs)
 
-    def exported(self, weights):
+    def exported(self, weights: dict[str, Tensor]) -> export.Exported:
         if isinstance(self.config, VariantConfig):
             return export.variant_for_transformers(weights, self.config)
         return export.llama_for_transformers(weights, self.config)
@@ -423,7 +423,7 @@ class Loss(nn.Module):
             return training.cross_entropy(logits, targets)
         return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
 
-    def precision(self) -> contextlib.AbstractContextManager:
+    def precision(self) -> contextlib.AbstractContextManager[Any]:
         """Mixed precision of the plain path: chapter 11's, or PyTorch's autocast, which the compiler understands."""
         if not self.mixes:
             return contextlib.nullcontext()

@@ -108,7 +108,7 @@ def _take(new: Any, old: Any, dim: int, n_fused: int, place: tuple[int, int]) ->
 class Rows(RowwiseParallel):
     """PyTorch's row-wise style with plain tensors as input and output."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__(input_layouts=Shard(-1), output_layouts=Replicate())
 
 

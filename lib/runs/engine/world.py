@@ -122,7 +122,7 @@ def start_group(world: World, device: torch.device, env: Mapping[str, str] = os.
     """
     if dist.is_initialized():
         return
-    settings: dict = {"backend": "nccl", "device_id": device} if device.type == "cuda" else {"backend": "gloo"}
+    backend, its_device = ("nccl", device) if device.type == "cuda" else ("gloo", None)
     store: dist.Store
     if world.size == 1 and world.launcher != "torchrun":
         store = dist.HashStore()
@@ -135,7 +135,7 @@ def start_group(world: World, device: torch.device, env: Mapping[str, str] = os.
         store, _, _ = next(dist.rendezvous(f"tcp://{rendezvous(world, env)}", world.rank, world.size))
     if device.type == "cuda":
         share_no_gpu(store, world, str(torch.cuda.get_device_properties(device).uuid))
-    dist.init_process_group(**settings, store=store, rank=world.rank, world_size=world.size)
+    dist.init_process_group(backend, device_id=its_device, store=store, rank=world.rank, world_size=world.size)
 
 
 def share_no_gpu(store: dist.Store, world: World, gpu: str) -> None:
@@ -226,7 +226,7 @@ def agree(value: object, what: str) -> None:
         UsageError: the values differ; the message lists what each rank found.
     """
     if dist.is_initialized() and dist.get_world_size() > 1:
-        found: list = [None] * dist.get_world_size()
+        found: list[object] = [None] * dist.get_world_size()
         dist.all_gather_object(found, value)
         if any(other != found[0] for other in found):
             raise UsageError(f"the ranks disagree about {what}: {found}; expected one folder that all of them can see")

@@ -47,7 +47,9 @@ def read_out(text: str, kind: str, n_choices: int = 4) -> str | None:
     return text.strip() if kind == "text" else extract_answer(text, kind, n_choices)
 
 
-def score_answers(questions: list[Example], options: Any, progress: Any, write: Write) -> tuple[dict[str, Any], list]:
+def score_answers(
+    questions: list[Example], options: Any, progress: Any, write: Write
+) -> tuple[dict[str, Any], list[str]]:
     """The result of a task whose answers must be exactly right, and for each question what a page shows of it.
 
     In a chat there are no shots, and an answer ends where the model ends it.
@@ -73,7 +75,7 @@ def score_answers(questions: list[Example], options: Any, progress: Any, write: 
     return share(n_right, len(questions), 0.0), shown
 
 
-def score_programs(tasks: list[Example], options: Any, progress: Any, write: Write) -> tuple[dict[str, Any], list]:
+def score_programs(tasks: list[Example], options: Any, progress: Any, write: Write) -> tuple[dict[str, Any], list[str]]:
     """The result of a task whose answers are programs, and for each what a page shows of its first sample."""
     written = write([task["prompt"] for task in tasks], options.samples, programs.STOPS)
     verdicts = programs.judge_all(tasks, written, options, progress)

@@ -16,6 +16,8 @@ import platform
 import resource
 import signal
 import sys
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 NEWNS, NEWCGROUP, NEWUTS, NEWIPC = 0x20000, 0x2000000, 0x4000000, 0x8000000
 NEWUSER, NEWPID, NEWNET = 0x10000000, 0x20000000, 0x40000000
@@ -46,7 +48,7 @@ class Attributes(ctypes.Structure):
     _fields_ = [(name, ctypes.c_uint64) for name in ("set", "clear", "propagation", "user_namespace")]
 
 
-def call(name: str, *args) -> None:
+def call(name: str, *args: Any) -> None:
     """A function of libc.
 
     Raises:
@@ -130,7 +132,7 @@ def make_place(path: str, is_folder: bool) -> str:
     return place
 
 
-def become(command: list[str]) -> None:
+def become(command: list[str]) -> NoReturn:
     """Replace this process by the command, without what the box itself may do."""
     resource.setrlimit(resource.RLIMIT_NPROC, (PROCESSES, PROCESSES))
     if number := KEYCTL.get(platform.machine()):
@@ -151,7 +153,7 @@ def follow(child: int) -> int:
             return code if code >= 0 else 128 - code
 
 
-def child_of(action, *args) -> int:
+def child_of(action: Callable[..., int], *args: Any) -> int:
     """Start a process that dies with this one, and that ends with the status that the action returns."""
     child = os.fork()
     if child:
@@ -164,19 +166,19 @@ def child_of(action, *args) -> int:
         os._exit(FAILED)
 
 
-def first_process(command: list[str], *root) -> int:
+def first_process(command: list[str], *root: Any) -> int:
     """The first process in the box: nothing that the command starts can signal it, and all of them die with it."""
     build(*root)
     return follow(child_of(become, command))
 
 
-def gate(ready: int, told: int, command: list[str], *root) -> int:
+def gate(ready: int, told: int, command: list[str], *root: Any) -> int:
     """The process that makes the namespaces; of the processes' namespace only its child is a member."""
     enter(ready, told)
     return follow(child_of(first_process, command, *root))
 
 
-def start(command: list[str], *root) -> int:
+def start(command: list[str], *root: Any) -> int:
     """Start the command in a box, and say from outside who its users are."""
     if extra_users():
         os.setgroups([])

@@ -61,7 +61,9 @@ def share(right: int, n: int, baseline: float) -> dict[str, Any]:
     return {"questions": n, "right": right, "accuracy": right / n, "low": low, "high": high, "baseline": baseline}
 
 
-def score_choices(served: Any, questions: list[Example], options: Any, progress: Any) -> tuple[dict[str, Any], list]:
+def score_choices(
+    served: Any, questions: list[Example], options: Any, progress: Any
+) -> tuple[dict[str, Any], list[str]]:
     """The result of a task of choices, and for each question what a page shows of it."""
     picks = answer(served, questions, options, progress)
     shown = []
@@ -85,7 +87,7 @@ def first_token(tokenizer: Any) -> int:
     return put[0] if put else min(tokenizer.end_ids, default=tokenizer.encode("\n")[-1])
 
 
-def score_texts(served: Any, documents: list[Example], options: Any, progress: Any) -> tuple[dict[str, Any], list]:
+def score_texts(served: Any, documents: list[Example], options: Any, progress: Any) -> tuple[dict[str, Any], list[str]]:
     """The bits per byte of documents together, and of each what a page shows.
 
     Tokens are counted as one byte each, and the sum is divided by the bytes of the text itself: so every token is

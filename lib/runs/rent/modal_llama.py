@@ -10,6 +10,7 @@ The container stops by itself when it is idle.
 """
 
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,7 +103,9 @@ class Writer:
         self.model.load_state_dict(weights, assign=True)
         self.tokenizer, self.device = tokenizer or _their_tokenizer(folder), device
 
-    def write(self, prompt: str, max_new_tokens: int, temperature: float = 0.7, top_k: int | None = 40):
+    def write(
+        self, prompt: str, max_new_tokens: int, temperature: float = 0.7, top_k: int | None = 40
+    ) -> Iterator[str]:
         """Yields the text piece by piece, as it is generated."""
         import torch
 
@@ -146,7 +149,7 @@ def make_app(plan: Plan) -> tuple[Any, Any]:
 
     class Remote:
         @modal.enter()
-        def load(self):
+        def load(self) -> None:
             from huggingface_hub import snapshot_download
 
             from lib.runs.rent.modal_llama import WEIGHTS, Writer
@@ -157,7 +160,7 @@ def make_app(plan: Plan) -> tuple[Any, Any]:
             self.writer = Writer(folder, model, bits)
 
         @modal.method(is_generator=True)
-        def write(self, prompt: str, max_new_tokens: int, temperature: float):
+        def write(self, prompt: str, max_new_tokens: int, temperature: float) -> Iterator[str]:
             yield from self.writer.write(prompt, max_new_tokens, temperature)
 
     settings = {"gpu": plan.gpu.name, "volumes": {WEIGHTS: volume}, "timeout": 3600, "scaledown_window": IDLE_S}

@@ -90,7 +90,7 @@ class Job:
     processes: str = "gpu"
     every_s: int = 600
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not re.fullmatch(r"\w[\w-]*", self.name, re.ASCII):
             raise ValueError(f"--name {self.name!r}: expected only letters, digits, _ and -")
 

@@ -81,7 +81,7 @@ class Job:
     unfinished: set[int] = field(init=False)
     waiting: dict[int, Piece] = field(default_factory=dict)
     error: Exception | None = None
-    _woken: asyncio.Future | None = None
+    _woken: asyncio.Future[None] | None = None
 
     def __post_init__(self) -> None:
         n = len(self.asks)

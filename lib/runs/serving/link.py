@@ -41,7 +41,7 @@ class Link:
         self.error: EngineFailed | None = None
         self.unhealthy: EngineUnhealthy | None = None
         self._jobs: dict[int, Job] = {}
-        self._accepting: dict[int, asyncio.Future] = {}
+        self._accepting: dict[int, asyncio.Future[None]] = {}
 
     def start(self) -> None:
         """Begin, in the running event loop."""

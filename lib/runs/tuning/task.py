@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from lib.finetuning import dpo_loss, packed_mask
 from lib.given.models.hidden import hidden_states, is_llama, output_weight
@@ -108,7 +108,7 @@ class TuneTask(Task):
         return "pairs" if self.options.is_dpo else "packed rows"
 
     @classmethod
-    def sizes(cls, options):
+    def sizes(cls, options: Any) -> dict[str, dict[str, Any]]:
         if options.uses(*(kind for kind in KINDS if kind not in ("replicate", "shard"))):
             raise UsageError(f"{options.how}: fine-tuning calls a block's layers one by one, past what this divides; "
                              "expected single, ddp or fsdp")  # fmt: skip
@@ -149,14 +149,14 @@ class TuneTask(Task):
             flops = flops * 2 // 3
         self.flops_per_item = flops * (length if o.is_dpo else 1)
 
-    def new_model(self):
+    def new_model(self) -> nn.Module:
         keep_trained_only(self.base.model)
         return self.base.model
 
-    def new_loss(self, device):
+    def new_loss(self, device: torch.device) -> "TunedLoss":
         return TunedLoss(self, device)
 
-    def describe(self):
+    def describe(self) -> dict[str, Any]:
         o = self.options
         named = {"config": asdict(self.config), "batch": o.batch, "seed": o.seed, "data": o.data, **self.how}
         named |= {"length": self.tokens_per_row, "items": self.source.n, "held_out": self.source.n_held_out}
@@ -288,19 +288,19 @@ class TuneRun(Run):
             return torch.tensor(float(len(targets)), dtype=torch.float64, device=targets.device)
         return (targets != IGNORED).sum().double()
 
-    def backward(self, inputs, targets):
+    def backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         n = self.count(targets)
         if self.options.is_parallel:
             dist.all_reduce(n)
         self.loss.scale = (self.options.accumulate * self.n_data / n).float()
         return super().backward(inputs, targets)
 
-    def go(self):
+    def go(self) -> bool:
         is_done = super().go()
         self.say(f"peak of memory: {shown(memory_peak_bytes(self.device))}")
         return is_done
 
-    def export(self, folder):
+    def export(self, folder: Path) -> None:
         is_divided = self.strategy.is_divided
         whole = checkpoints.gather_model(self.strategy, self.device) if is_divided else None
         if self.world.rank:
