@@ -8,6 +8,7 @@ import threading
 from contextlib import contextmanager
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -82,7 +83,8 @@ def opener(browser, address: str):
 
     At the end nothing may have failed, complained, or been asked of another host.
     """
-    contexts, faults = [], []
+    contexts: list[Any] = []
+    faults: list[str] = []
 
     def open_with(**options):
         contexts.append(browser.new_context(**{"viewport": {"width": 360, "height": 740}, **options}))

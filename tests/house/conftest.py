@@ -23,6 +23,14 @@ TOYS = Path(__file__).parent / "checks"
 collect_ignore = ["checks/toy", "checks/toy_ranks"]
 
 
+class Done(subprocess.CompletedProcess[str]):
+    """A command that has ended."""
+
+    @property
+    def out(self) -> str:
+        return self.stdout + self.stderr
+
+
 class Book:
     """A copy of the book in a folder of its own, with the commands that a learner runs in it."""
 
@@ -40,11 +48,10 @@ class Book:
             if str(self.root / "lib" / "ranks" / "forkserver.py") in (process.info["cmdline"] or []):
                 process.kill()
 
-    def run(self, *command, **env) -> subprocess.CompletedProcess:
+    def run(self, *command, **env) -> "Done":
         environment = {**self.env, **env}
         done = subprocess.run(command, cwd=self.root, env=environment, capture_output=True, text=True, timeout=120)
-        done.out = done.stdout + done.stderr
-        return done
+        return Done(done.args, done.returncode, done.stdout, done.stderr)
 
     def python(self, code: str, **env):
         return self.run(sys.executable, "-c", code, **env)
@@ -62,9 +69,7 @@ class Book:
             status = forkserver.ask(_server(), request, output.fileno()).wait(timeout=120)
             output.seek(0)
             out = output.read().decode(errors="replace")
-        done = subprocess.CompletedProcess(arguments, status, out, "")
-        done.out = out
-        return done
+        return Done(arguments, status, out, "")
 
     def cold_pytest(self, *arguments, **env):
         """``pytest`` in a new process, as a learner starts it."""

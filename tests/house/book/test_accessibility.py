@@ -78,7 +78,7 @@ def test_every_figure_goes_through_show(file):
 
 def at_once(tree: ast.Module) -> list[str]:
     """What a cell calls when it runs, without what its functions call later."""
-    waiting, found = list(tree.body), []
+    waiting, found = list[ast.AST](tree.body), []
     while waiting:
         node = waiting.pop()
         if isinstance(node, ast.Call):

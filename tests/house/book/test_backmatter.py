@@ -4,13 +4,14 @@ import re
 
 import pytest
 
+from lib.given.data.record import MEASUREMENTS
 from lib.workbook.book import backmatter
 from lib.workbook.book.catalog import ROOT, BookError, all_exercises, chapters, is_back_matter, pages
 from lib.workbook.tools import site as sites
 
 CHAPTERS = [chapter for chapter in chapters().values() if chapter.path.exists()]
 by_chapter = pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda c: c.module)
-MEASURED = sorted(path.stem for path in backmatter.MEASUREMENTS.glob("*.json"))
+MEASURED = sorted(path.stem for path in MEASUREMENTS.glob("*.json"))
 
 
 def test_a_page_without_a_number_is_back_matter_and_no_chapter():

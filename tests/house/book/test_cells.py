@@ -52,7 +52,8 @@ class Reader(ast.NodeVisitor):
     """Fills in a cell, in the order in which its statements run."""
 
     def __init__(self, cell: Cell):
-        self.cell, self.local, self.statement = cell, [], ""
+        self.cell, self.statement = cell, ""
+        self.local: list[set[str]] = []
 
     def visit(self, node: ast.AST) -> None:
         if isinstance(node, ast.Assign | ast.AnnAssign):

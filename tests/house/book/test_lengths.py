@@ -9,6 +9,7 @@ import pytest
 from lib.workbook.book.catalog import ROOT
 
 MODULE, FUNCTION, KERNEL = 300, 25, 60
+FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 ROOMS = ("solutions", "lib", "tests/house")
 LONG = {
     "the steps of a measurement in their order, each a line or two, and nothing is used twice": """
@@ -139,12 +140,11 @@ def code_of(text: str, tree: ast.Module) -> set[int]:
     return {n for n, line in lines if line.strip() and not line.strip().startswith("#")} - texts(tree)
 
 
-def functions(tree: ast.AST, home: str = "") -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+def functions(tree: ast.AST, home: str = "") -> Iterator[tuple[str, FUNCTIONS]]:
     """Every function with its name and those around it."""
     for node in ast.iter_child_nodes(tree):
-        is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        name = f"{home}.{node.name}" if is_function or isinstance(node, ast.ClassDef) else home
-        if is_function:
+        name = f"{home}.{node.name}" if isinstance(node, FUNCTIONS | ast.ClassDef) else home
+        if isinstance(node, FUNCTIONS):
             yield name.removeprefix("."), node
         yield from functions(node, name)
 

@@ -88,9 +88,10 @@ def test_every_card_has_the_docstrings_sections_and_the_signatures_arguments(exe
     said = SIZE.sub("", EXERCISE_NUMBER.sub("", exercise.doc))
     assert shown.split() == said.split(), "the card leaves something out, or has it twice"
     there = arguments(exercise)
-    named = [name for title, text in found if title == "Args" for names, _ in text for name in names.split(", ")]
+    lists = {title: text for title, text in found if not isinstance(text, str)}
+    named = [name for names, _ in lists.get("Args", []) for name in names.split(", ")]
     assert [name for name in named if name.lstrip("*") not in there] == []
-    raised = [names for title, text in found if title == "Raises" for names, _ in text]
+    raised = [names for names, _ in lists.get("Raises", [])]
     assert [names for names in raised if not re.fullmatch(r"[\w.]+(, \w+| or \w+)*", names)] == []
 
 
@@ -107,7 +108,8 @@ def arguments(exercise) -> set[str]:
                 names |= set(
                     inspect.signature(getattr(import_module(f"solutions.{exercise.module}"), node.name)).parameters
                 )
-            return names | {f.target.id for f in getattr(node, "body", []) if isinstance(f, ast.AnnAssign)}
+            fields = [f.target for f in getattr(node, "body", []) if isinstance(f, ast.AnnAssign)]
+            return names | {target.id for target in fields if isinstance(target, ast.Name)}
     raise AssertionError(exercise.name)
 
 

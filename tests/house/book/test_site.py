@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import jupytext
 import pytest
@@ -149,7 +150,8 @@ def test_a_changed_reference_runs_every_cell_anew(monkeypatch, tmp_path):
 def test_every_page_is_read_once_and_those_with_cells_one_at_a_time(monkeypatch):
     builders = pytest.importorskip("sphinx.builders")
     monkeypatch.setattr(builders, "make_chunks", None)
-    sites.share_pages(SimpleNamespace(env=SimpleNamespace(doc2path=lambda name: ROOT / f"{name}.md")))
+    app: Any = SimpleNamespace(env=SimpleNamespace(doc2path=lambda name: ROOT / f"{name}.md"))
+    sites.share_pages(app)
     names = ["chapters/01_tokenization", "chapters/02_rope", "chapters/03_attention", "chapters/names", "README"]
     pieces = builders.make_chunks(names, 2)
     assert pieces[:2] == [["chapters/names"], ["chapters/03_attention"]]
@@ -176,7 +178,7 @@ def test_jupyter_book_2_reads_every_page(tmp_path):
     shutil.copytree(ROOT / "chapters", tmp_path / "chapters")
     environment = {**os.environ, "API_URL": "http://127.0.0.1:9", "NO_COLOR": "1"}
     command = [str(program), "build", "--site", "--ci"]
-    merged = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "timeout": 120}
+    merged: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "timeout": 120}
     done = subprocess.run(command, cwd=tmp_path, env=environment, **merged)
     said = done.stdout.split("Querying template metadata")[0]
     ours = "extra keys ignored: routes, previews"  # keys of our own in book.yml, which Jupyter Book need not know
@@ -287,7 +289,7 @@ def test_the_first_cell_installs_the_book_on_colab_once(monkeypatch, tmp_path, o
     from IPython.core.inputtransformer2 import TransformerManager
 
     page_tools = pytest.importorskip("lib.workbook.tools.pages")
-    done = []
+    done: list[str] = []
     shell = SimpleNamespace(system=done.append, run_line_magic=lambda name, line: done.append(f"%{name} {line}"))
     first = next(
         c for c in json.loads(page_tools.notebook(chapters()["rope"].path))["cells"] if c["cell_type"] == "code"
@@ -457,9 +459,9 @@ def test_every_page_is_whole(browser, built, address, part):
     """Each page is loaded once: it is light, then dark, then on a telephone. A page at fault is kept as a picture."""
     context = browser.new_context(viewport=SIZES["desktop"])
     context.add_init_script("localStorage.setItem('mode', 'auto')")  # as the reader's system has it
-    faults = []
+    faults: list[str] = []
     for name in [*html_pages(built), "search.html", "genindex.html"][part::4]:
-        page, found = context.new_page(), []
+        page, found = context.new_page(), list[str]()
         record_faults(page, found)
         page.emulate_media(color_scheme="light")
         page.goto(f"{address}/{name}")
@@ -542,7 +544,7 @@ def test_solutions_fold_in_the_sidebar(page, address):
 
 @pytest.mark.browser
 def test_every_page_has_a_description_and_a_preview(built):
-    seen = {}
+    seen: dict[Any, Any] = {}
     for name in html_pages(built):
         text = (built / name).read_text(encoding="utf-8")
         found = dict(re.findall(r'<meta (?:name|property)="([\w:]+)" content="([^"]*)"', text))

@@ -4,6 +4,7 @@ import inspect
 import io
 import json
 import re
+import shutil
 import tarfile
 
 import pytest
@@ -133,7 +134,7 @@ def test_another_package_than_the_pinned_is_refused(tmp_path):
 
 def test_without_npm_the_build_says_so_and_the_page_keeps_its_recorded_run(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(python, "ROOT", tmp_path)
-    monkeypatch.setattr(python.shutil, "which", lambda name: None)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
     (tmp_path / "static").mkdir()
     assets.write(tmp_path / "static")
     assert "No Python for the browser (there is no npm)" in capsys.readouterr().out

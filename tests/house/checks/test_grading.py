@@ -4,6 +4,7 @@ import itertools
 import re
 import time
 from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -101,8 +102,8 @@ def test_equal_shows_the_first_difference():
         ([np.float64(2)], [2], "out[0] is a float64: 2.0, expected an int: 2"),
     ):
         assert said(expect_equal, answer, wanted) == ("wrong type", {"type": text})
-    for answer, wanted in ((3, 3.0), (np.int64(3), 3), (torch.tensor(3), 3), ([1, {"a": 2}], [1.0, {"a": 2.0}])):
-        expect_equal(answer, wanted)
+    for number, same in ((3, 3.0), (np.int64(3), 3), (torch.tensor(3), 3), ([1, {"a": 2}], [1.0, {"a": 2.0}])):
+        expect_equal(number, same)
     assert said(expect_equal, 4, 3.0)[1]["first wrong"] == "out = 4, expected 3"  # no fault of its type
     assert said(expect_equal, np.int64(4), 3)[1]["first wrong"] == "out = np.int64(4), expected 3"
 
@@ -163,7 +164,11 @@ def failed(answer, problem="wrong values", case="n=3") -> Outcome:
 
 
 def test_failures_that_are_alike_have_like_sketches():
-    answer = {"x": torch.linspace(-1, 1, 50), "n": (3, [0.5, None]), "z": torch.tensor([1 + 2j, float("nan")])}
+    answer: dict[str, Any] = {
+        "x": torch.linspace(-1, 1, 50),
+        "n": (3, [0.5, None]),
+        "z": torch.tensor([1 + 2j, float("nan")]),
+    }
     noisy = {**answer, "x": answer["x"] * (1 + 1e-5)}
     assert failed(noisy).is_like(failed(answer))
     assert are_like(sketch(failed(answer)), sketch(failed(noisy)))
@@ -174,8 +179,8 @@ def test_failures_that_are_alike_have_like_sketches():
     ):
         assert not are_like(sketch(failed(answer)), sketch(failed(other)))
     nothing = failed(None), failed(None, case="n=4"), failed(None, "wrong shape"), Outcome(ValueError("0x7f"), "n=3")
-    for one, other in itertools.combinations([*nothing, Outcome(TypeError("0x7f"), "n=3")], 2):
-        assert not are_like(sketch(one), sketch(other))
+    for a, b in itertools.combinations([*nothing, Outcome(TypeError("0x7f"), "n=3")], 2):
+        assert not are_like(sketch(a), sketch(b))
     assert sketch(Outcome(ValueError("at 0x7f"))) == sketch(Outcome(ValueError("at 0x80")))
     assert not are_like("-", "-")
 
@@ -211,9 +216,13 @@ def test_a_sentence_is_certain_once_one_mistake_alone_agrees():
 
 
 def test_time_that_is_over_is_no_outcome():
-    trials = Trials(lambda check: time.sleep(0.05) or Outcome(TimeLimit("over")), limit_s=0.02)
+    def late(check: Any) -> Outcome:
+        time.sleep(0.05)
+        return Outcome(TimeLimit("over"))
+
+    trials, check = Trials(late, limit_s=0.02), cast(pytest.Function, SimpleNamespace(nodeid="check"))
     with pytest.raises(TimeLimit):
-        trials.of_answer(SimpleNamespace(nodeid="check"))
+        trials.of_answer(check)
     trials.hurry("this one")
     assert (trials.seen, trials.certain) == ({}, "this one")
 

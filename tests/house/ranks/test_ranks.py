@@ -501,11 +501,11 @@ def test_gloo_forked_child_shares_the_pool():
     """As a check in a process of its own does; also one that is killed while its ranks run."""
     pool("gloo").run(programs.sum_of_ranks)
     keepers = {p.pid for p in psutil.Process().children()}
-    for function, options in ((programs.sum_of_ranks, {}), (programs.loop_alone, {"time_limit_s": 60})):
+    for function, limit_s in ((programs.sum_of_ranks, 10.0), (programs.loop_alone, 60.0)):
         pid = os.fork()
         if pid == 0:
             try:
-                pool("gloo").run(function, **options)
+                pool("gloo").run(function, time_limit_s=limit_s)
             finally:
                 os._exit(0)
         if function is programs.loop_alone:
