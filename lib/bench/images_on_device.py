@@ -7,7 +7,6 @@ or Python workers prepare them with Pillow and NumPy and send floats over the bu
 """
 
 import os
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +16,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lib.bench.kit import record, seconds_of, spread, wait_for
+from lib.bench.kit import record, seconds_of, spread
 from lib.fast.models import MEAN, STD, prepare_images
 from lib.runs.flags import ProgramParser
 
@@ -63,16 +62,10 @@ def by_workers(device: str, all_pictures: Tensor, n_workers: int, n_batches: int
     loader = DataLoader(
         OnWorkers(all_pictures), BATCH, shuffle=True, num_workers=n_workers, pin_memory=pinned, **options
     )
-    times = []
     batches = iter(loader)
     next(batches).to(device)
-    for _ in range(3):
-        start = time.perf_counter()
-        for _ in range(n_batches):
-            next(batches).to(device, non_blocking=True)
-        wait_for(device)
-        times.append(n_batches * BATCH / (time.perf_counter() - start))
-    return spread(times)
+    fetch = lambda: next(batches).to(device, non_blocking=True)
+    return spread([BATCH / seconds_of(fetch, device, n_batches) for _ in range(3)])
 
 
 def main() -> None:

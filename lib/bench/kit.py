@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lib.given.data.record import MEASUREMENTS
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 PACKAGES = ("torch", "numpy", "triton", "regex", "tokenizers", "tiktoken", "sentencepiece", "transformers", "mpi4py")
 Run = Callable[[], Any]
+T = TypeVar("T")
 
 
 # ---- time ------------------------------------------------------------------------------------------------------------
@@ -38,6 +39,15 @@ def wait_for(device: "torch.device | str") -> None:
         torch.cuda.synchronize(device)
 
 
+def timed(run: Callable[[], T], device: "torch.device | str") -> tuple[float, T]:
+    """Seconds of one call, from an idle device until it is done, and what the call returns."""
+    wait_for(device)
+    start = time.perf_counter()
+    result = run()
+    wait_for(device)
+    return time.perf_counter() - start, result
+
+
 def seconds_of(run: Run, device: "torch.device | str", n: int = 1, on_ranks: bool = False) -> float:
     """Seconds of one call, the mean of ``n`` in a row, until the device is done.
 
@@ -47,16 +57,16 @@ def seconds_of(run: Run, device: "torch.device | str", n: int = 1, on_ranks: boo
         n: Calls in a row, which do not wait for each other.
         on_ranks: All ranks begin together, and the slowest rank's time is returned on each.
     """
+
+    def calls() -> None:
+        for _ in range(n):
+            run()
+
     if on_ranks:
         import torch.distributed as dist
 
         dist.barrier()
-    wait_for(device)
-    start = time.perf_counter()
-    for _ in range(n):
-        run()
-    wait_for(device)
-    seconds = (time.perf_counter() - start) / n
+    seconds = timed(calls, device)[0] / n
     return slowest(seconds, device) if on_ranks else seconds
 
 
@@ -80,6 +90,23 @@ def device_seconds(run: Run, device: "torch.device | str", before: Run | None = 
     end.record()
     end.synchronize()
     return start.elapsed_time(end) / 1e3
+
+
+def times_ms(run: Run, n: int, device: "torch.device | str", n_warmup: int = 1) -> list[float]:
+    """Milliseconds of each of ``n`` calls in a row, by the device's own clock; between them nothing waits for a GPU."""
+    import torch
+
+    for _ in range(n_warmup):
+        run()
+    if torch.device(device).type != "cuda":
+        return [1e3 * seconds_of(run, device) for _ in range(n)]
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(n)]
+    for before, after in events:
+        before.record()
+        run()
+        after.record()
+    torch.cuda.synchronize()
+    return [before.elapsed_time(after) for before, after in events]
 
 
 def in_turns(

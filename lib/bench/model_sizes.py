@@ -9,14 +9,11 @@ import argparse
 import json
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import asdict, replace
-from typing import Any
 
 import torch
 
-from lib.bench.kit import record, spread, wait_for
+from lib.bench.kit import record, spread, timed, wait_for
 from lib.given.models.gpt2 import TINY, GPT2Config
 from lib.given.models.sizes import MODEL_SIZES
 from lib.gpt2 import GPT2, count_parameters
@@ -26,14 +23,6 @@ BATCH, LENGTH = 4, 256
 N_WARMUP, N_STEPS = 5, 10
 PARTS = ("forward", "backward", "optimizer")
 TINY_SIZES = {"tiny": TINY, "wide": replace(TINY, dim=256)}
-
-
-def timed(run: Callable[[], Any], device: str) -> tuple[float, Any]:
-    """Seconds of a call, until the device is done, and the call's result."""
-    start = time.perf_counter()
-    result = run()
-    wait_for(device)
-    return time.perf_counter() - start, result
 
 
 def steps(config: GPT2Config, device: str, length: int) -> dict[str, list[float]]:

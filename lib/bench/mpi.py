@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lib.bench.kit import record, spread
+from lib.bench.kit import measure, record, spread
 from lib.given.parallel.mpirun import mpirun
 from lib.runs.flags import ProgramParser
 
@@ -91,12 +91,8 @@ class Silent:
 
 def python_seconds(all_reduce, n_ranks: int, n: int = 2000) -> float:
     """Seconds of rank 0's Python in one all-reduce of 8 bytes, without the messages."""
-    comm, array, times = Silent(0, n_ranks), np.ones(1), []
-    for _ in range(n):
-        start = time.perf_counter()
-        all_reduce(comm, array)
-        times.append(time.perf_counter() - start)
-    return float(np.median(times))
+    comm, array = Silent(0, n_ranks), np.ones(1)
+    return measure(lambda: all_reduce(comm, array), n, n_warmup=0)["median"]
 
 
 def measure_ranks(comm, seconds: float) -> dict:

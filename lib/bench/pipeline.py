@@ -15,7 +15,6 @@ import gc
 import os
 import random
 import socket
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -29,7 +28,7 @@ from torch.distributed import pipelining
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from lib.bench.fsdp import use_fused_parts
-from lib.bench.kit import record, spread, wait_for
+from lib.bench.kit import record, seconds_of, spread, wait_for
 from lib.demos.pipeline import defer, layers_of, next_token_loss
 from lib.fsdp import FullySharded
 from lib.given.data.record import MEASUREMENTS, load
@@ -170,8 +169,7 @@ class Racer:
     def peak(self) -> int:
         """Peak bytes of one step beyond what was there before it."""
         if self.device.type != "cuda":
-            self.step()
-            self.bench.clear()
+            self.step_anew()
             return 0
         wait_for(self.device)
         torch.cuda.reset_peak_memory_stats()
@@ -184,13 +182,11 @@ class Racer:
     def timed(self) -> None:
         """Time several steps in a row, so that none waits for the host's clock."""
         dist.barrier()
-        wait_for(self.device)
-        start = time.perf_counter()
-        for _ in range(N_STEPS):
-            self.step()
-            self.bench.clear()
-        wait_for(self.device)
-        self.times.append((time.perf_counter() - start) / N_STEPS)
+        self.times.append(seconds_of(self.step_anew, self.device, N_STEPS))
+
+    def step_anew(self) -> None:
+        self.step()
+        self.bench.clear()
 
 
 def race(bench: Bench, makers: dict[str, Callable[[], Step]], n_rounds: int) -> dict[str, Any]:

@@ -11,8 +11,6 @@ The weights are random, so no answer is right: a step costs the same whatever it
 """
 
 import argparse
-import time
-from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lib.bench.kit import record, spread
+from lib.bench.kit import record, spread, timed
 from lib.given.data.record import MEASUREMENTS
 from lib.given.data.tasks import Characters, countdown
 from lib.given.models.gpt2 import GPT2_SMALL, GPT2Config
@@ -58,20 +56,6 @@ def options(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def clock(o: argparse.Namespace, call: Callable[[], Any]) -> tuple[float, Any]:
-    """Seconds of a call, the device's work included, and what it returns."""
-    synchronize(o)
-    begin = time.perf_counter()
-    found = call()
-    synchronize(o)
-    return time.perf_counter() - begin, found
-
-
-def synchronize(o: argparse.Namespace) -> None:
-    if o.device.type == "cuda":
-        torch.cuda.synchronize()
-
-
 def step(o: argparse.Namespace, dtype: torch.dtype) -> tuple[dict[str, Any], dict[str, float]]:
     """Seconds of sampling, scoring and training, and the difference of the log-probabilities."""
     torch.manual_seed(o.seed)
@@ -83,11 +67,11 @@ def step(o: argparse.Namespace, dtype: torch.dtype) -> tuple[dict[str, Any], dic
     times: dict[str, list[float]] = {"sampling": [], "scoring": [], "training": []}
     for n in range(o.rounds + 1):  # the first is a warm-up
         scheduler = Scheduler(4096, rows * blocks, 16)
-        seconds, batch = clock(
-            o, lambda s=scheduler, n=n: sample_groups(model, prompts, o.group, s, o.new_tokens, seed=n * rows)
+        seconds, batch = timed(
+            lambda s=scheduler, n=n: sample_groups(model, prompts, o.group, s, o.new_tokens, seed=n * rows), o.device
         )
-        scored, batch["rewards"] = clock(o, lambda b=batch: scores(b, questions))
-        trained, _ = clock(o, lambda b=batch: grpo_step(model, optimizer, b, o.group))
+        scored, batch["rewards"] = timed(lambda b=batch: scores(b, questions), o.device)
+        trained, _ = timed(lambda b=batch: grpo_step(model, optimizer, b, o.group), o.device)
         if n:
             for key, value in zip(times, (seconds, scored, trained), strict=True):
                 times[key].append(value)
@@ -143,7 +127,7 @@ def log_prob_bytes(o: argparse.Namespace) -> dict[str, Any]:
         if o.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
-        seconds, _ = clock(o, call)
+        seconds, _ = timed(call, o.device)
         peak = torch.cuda.max_memory_allocated() - before if o.device.type == "cuda" else None
         found[name] = {"peak_bytes": peak, "seconds": seconds}
     return found

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import multiprocessing
 
 from lib.bench.kernels import flash_kernels
-from lib.bench.kit import record, spread
+from lib.bench.kit import record, spread, times_ms
 from lib.fast.attention import flash as flash_fast
 from lib.fast.attention.flash import fits_fast, flash_attention_fast
 from lib.fast.attention.flash_hopper import Roles
@@ -113,44 +113,24 @@ def flex():
     return attend
 
 
-def time_ms(fn, n, device, warm=1):
-    """Times of ``n`` calls in ms, by the device's own clock where it has one."""
-    for _ in range(warm):
-        fn()
-    if device == "cpu":
-        times = []
-        for _ in range(n):
-            start = time.perf_counter()
-            fn()
-            times.append(1e3 * (time.perf_counter() - start))
-        return times
-    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(n)]
-    for before, after in events:
-        before.record()
-        fn()
-        after.record()
-    torch.cuda.synchronize()
-    return [before.elapsed_time(after) for before, after in events]
-
-
 def three_times(attend, q, k, v, causal, n, device):
     """Forward (which keeps what backward needs), backward and both."""
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-    forward = time_ms(lambda: attend(q, k, v, causal), n, device)
+    forward = times_ms(lambda: attend(q, k, v, causal), n, device)
     backward = backward_ms(attend, q, k, v, causal, n, device)
 
     def both():
         q.grad = k.grad = v.grad = None
         attend(q, k, v, causal).sum().backward()
 
-    return {"forward": forward, "backward": backward, "both": time_ms(both, n, device)}
+    return {"forward": forward, "backward": backward, "both": times_ms(both, n, device)}
 
 
 def backward_ms(attend, q, k, v, causal, n, device):
     """Backward alone; the output and its graph are freed on return."""
     o = attend(q, k, v, causal)
     do = torch.randn_like(o)
-    return time_ms(lambda: torch.autograd.grad(o, (q, k, v), do, retain_graph=True), n, device)
+    return times_ms(lambda: torch.autograd.grad(o, (q, k, v), do, retain_graph=True), n, device)
 
 
 class Report:
@@ -356,7 +336,7 @@ def ablation(report, device, length, rounds, n):
     for turn in range(rounds):
         for name, call in list(calls.items())[:: 1 if turn % 2 == 0 else -1]:
             if call is not None and name not in report.results["failures"]:
-                times[name] += report.attempt(name, lambda c=call: time_ms(c, n, device)) or []
+                times[name] += report.attempt(name, lambda c=call: times_ms(c, n, device)) or []
     report.keep("ablation", {"length": length, "ms": {name: spread(x) for name, x in times.items() if x}})
 
 

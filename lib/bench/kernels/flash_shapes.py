@@ -26,8 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lib.bench.kernels.flash import time_ms
-from lib.bench.kit import machine, record, spread
+from lib.bench.kit import machine, record, spread, times_ms
 from lib.fast import launch
 from lib.fast.attention import flash, flash_stored
 from lib.fast.attention.flash import (
@@ -150,7 +149,7 @@ def prepare(name: str, step: Step) -> dict[str, tuple[Callable[[], Tensor], int]
     """What is timed for one competitor: calls in a row and in a graph, each with the number of calls in a sample."""
     for _ in range(3):
         step()
-    once = statistics.median(time_ms(step, 3, "cuda"))
+    once = statistics.median(times_ms(step, 3, "cuda"))
     n = max(2, min(40, round(SAMPLE_MS / once)))
     return {f"{name}, row": (many(step, n), n), f"{name}, graph": (capture(many(step, n), n_warmup=1), n)}
 
@@ -173,7 +172,7 @@ def in_turns(ready: dict[str, tuple[Callable[[], Tensor], int]]) -> dict[str, di
     for _ in range(ROUNDS):
         for name in random.sample(list(ready), len(ready)):
             run, n = ready[name]
-            times[name].append(time_ms(run, 1, "cuda", warm=1)[0] / n)
+            times[name].append(times_ms(run, 1, "cuda", n_warmup=1)[0] / n)
     gc.enable()
     return {name: spread(ms) for name, ms in times.items()}
 
@@ -299,7 +298,7 @@ def host(shape: Shape) -> dict[str, dict[str, dict[str, float]]]:
         with without(name):
             us = host_us(step)
             forward = host_us(lambda a=ways[name]: (a(shape, leaves),))  # type: ignore[misc]
-            row = spread([ms / 20 for ms in time_ms(many(step, 20), ROUNDS, "cuda", warm=1)])
+            row = spread([ms / 20 for ms in times_ms(many(step, 20), ROUNDS, "cuda", n_warmup=1)])
         found[name] = {"host_us": us, "host_forward_us": forward, "row_ms": row}
     return found
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from lib.bench.kernels import flash_shapes
-from lib.bench.kernels.flash import inputs, time_ms
-from lib.bench.kit import record, spread
+from lib.bench.kernels.flash import inputs
+from lib.bench.kit import record, spread, times_ms
 from lib.fast.attention.flash import (
     ENOUGH_ROWS,
     ROLES_TABLE,
@@ -63,7 +63,7 @@ def replayed_ms(call: Callable[[], tuple[Tensor, Tensor]], rounds: int) -> dict[
             call()
         return call()[0]
 
-    times = time_ms(capture(many, n_warmup=1), rounds, "cuda", warm=2)
+    times = times_ms(capture(many, n_warmup=1), rounds, "cuda", n_warmup=2)
     return spread([ms / N_CALLS for ms in times])
 
 

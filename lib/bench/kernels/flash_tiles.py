@@ -20,9 +20,9 @@ os.environ["TRITON_CACHE_DIR"] = str(FOLDER)  # shared with lib.bench.kernels.fl
 import torch
 from torch import Tensor, multiprocessing
 
-from lib.bench.kernels.flash import LOG2E, inputs, naive, time_ms
+from lib.bench.kernels.flash import LOG2E, inputs, naive
 from lib.bench.kernels.flash_kernels import backward_once
-from lib.bench.kit import record, spread
+from lib.bench.kit import record, spread, times_ms
 from lib.fast.attention.flash import Tiles, fast_dkdv, fast_dq, fast_forward, tiles_for
 from lib.fast.attention.flash_hopper import Roles
 from lib.given.data.record import MEASUREMENTS
@@ -175,7 +175,7 @@ def measure(job: tuple[str, int, bool], device: str, length: int, rounds: int, n
     times: dict[Tiles | Roles, list[float]] = {tiles: [] for tiles in right}
     for turn in range(rounds):
         for tiles in right if turn % 2 == 0 else right[::-1]:
-            times[tiles] += time_ms(lambda t=tiles: call(kernel, given, causal, t), n, device)
+            times[tiles] += times_ms(lambda t=tiles: call(kernel, given, causal, t), n, device)
     rows: list[dict[str, Any]] = [{**fields(tiles), "rms": wrong[tiles], "ms": spread(times[tiles])} for tiles in right]
     rows.sort(key=lambda row: row["ms"]["median"])
     return rows + [{**fields(tiles), "failed": True} for tiles in all_tiles if tiles not in right]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, multiprocessing
 
-from lib.bench.kernels.flash import time_ms
+from lib.bench.kit import times_ms
 from lib.fast.attention.flash import Tiles, fast_dkdv, fast_dq, tiles_for, variant_forward
 from lib.fast.attention.flash_hopper import Roles
 from lib.fast.models import capture
@@ -98,7 +98,7 @@ def ms_of(call: Callable[[], Tensor]) -> float:
             call()
         return call()
 
-    return statistics.median(time_ms(capture(many, n_warmup=1), 5, "cuda", warm=2)) / N_CALLS
+    return statistics.median(times_ms(capture(many, n_warmup=1), 5, "cuda", n_warmup=2)) / N_CALLS
 
 
 def tune(cases: dict[str, Any], given: Callable[[Any, str], Any], n_processes: int) -> None:
