@@ -169,7 +169,7 @@ def llama_for_transformers(weights: dict[str, Tensor], config: LlamaConfig) -> E
     for theirs, (ours, _) in hf_tensors(config).items():
         heads = n_heads.get(theirs.split(".")[-2])
         tensors[theirs] = interleaved_to_half(weights[ours], heads) if heads else weights[ours]
-    settings = {
+    return tensors, {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "dtype": "float32",
@@ -188,7 +188,6 @@ def llama_for_transformers(weights: dict[str, Tensor], config: LlamaConfig) -> E
         "bos_token_id": None,
         "eos_token_id": None,
     }
-    return tensors, settings
 
 
 def variant_for_transformers(weights: dict[str, Tensor], config: VariantConfig) -> Exported:

@@ -5,7 +5,6 @@ Each kind is done by our engine or by PyTorch's.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,13 +13,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 from lib.ddp import BucketedDDP, average_gradients_flat
 from lib.fsdp import FullySharded, apply_fully_shard, clip_sharded_gradient_norm_, shard
 from lib.given.parallel.sharding import all_gather_row
 from lib.runs.engine.context import divide_sequences
 from lib.runs.engine.experts import Balance, narrow_mixtures, spread_experts
+from lib.runs.engine.hybrid import HybridSharded
 from lib.runs.engine.mesh import Mesh
 from lib.runs.engine.options import Options
 from lib.runs.engine.stages import Pipeline, keep_stage, units_of
@@ -69,14 +68,18 @@ class Strategy:
             divide_sequences(loss.model, mesh)
         if mesh.size["expert"] > 1:
             self.cuts |= spread_experts(loss.model, mesh)
-        self.balance: Balance | None = None
-        if options.n_experts:
-            self.balance = Balance(loss.model, options, loss.task.config.n_layers, loss.device)
-            if loss.mixes:
-                narrow_mixtures(loss.model, loss.task.dtype)
+        self.balance = self._balanced() if options.n_experts else None
         self.call: Any = self.wrap(loss)
         if mesh.size["pipeline"] > 1:
             self.pipeline = Pipeline(self.call, loss, mesh, options.accumulate, options.ours)
+
+    def _balanced(self) -> Balance:
+        """What balances the experts, which then take a mixed path's numbers."""
+        loss = self.loss
+        balance = Balance(loss.model, self.options, loss.task.config.n_layers, loss.device)
+        if loss.mixes:
+            narrow_mixtures(loss.model, loss.task.dtype)
+        return balance
 
     def wrap(self, loss: Loss) -> nn.Module:
         """Wrap the loss, and divide those of its parameters that are not divided yet."""
@@ -259,54 +262,6 @@ class Replicated(Strategy):
             self.call.finish_gradient_synchronization()
 
 
-class HybridSharded(FullySharded):
-    """Chapter 12's ``FullySharded`` with copies: each gradient that has been scattered is then averaged over them,
-    while backward goes on.
-
-    Args:
-        copies: The ranks that hold the same shard.
-        others: Arguments of ``FullySharded``.
-
-    Attributes:
-        pieces: For a flat shard that holds experts, which have fewer copies: its parts,
-            and the ranks over which each is averaged.
-    """
-
-    def __init__(self, *others: Any, copies: dist.ProcessGroup, **settings: Any):
-        super().__init__(*others, **settings)
-        self.copies, self.is_last = copies, True
-        self.means: dict[Any, list[dist.Work]] = {}
-        self.pieces: dict[Any, list[tuple[slice, dist.ProcessGroup]]] = {}
-
-    def begin(self, is_last: bool) -> None:
-        """Begin a micro-batch; averages start only in the last one."""
-        if self.reducing is not None:  # left by the previous micro-batch: its mean must wait for this one's gradient
-            self.reducing.finish_reduce()
-            self.reducing = None
-        self.is_last = is_last
-
-    def after_gradient(self, flat: Any) -> None:
-        scattered = self.reducing
-        super().after_gradient(flat)
-        if scattered is not None and self.is_last:
-            self.start_mean(scattered)
-
-    def start_mean(self, flat: Any) -> None:
-        """Start to average a shard's gradient, unless that has been done in this step."""
-        if flat not in self.means and flat.shard.grad is not None:
-            grad = flat.shard.grad.div_(dist.get_world_size(self.copies))
-            pieces = self.pieces.get(flat, [(slice(None), self.copies)])
-            self.means[flat] = [dist.all_reduce(grad[part], group=group, async_op=True) for part, group in pieces]
-
-    def finish_gradient_synchronization(self) -> None:
-        super().finish_gradient_synchronization()
-        for flat in (flat for flats in self.flats for flat in flats):
-            self.start_mean(flat)
-        for work in (work for works in self.means.values() for work in works):
-            work.wait()
-        self.means.clear()
-
-
 class Sharded(Strategy):
     """Chapter 12's ``FullySharded``: parameters are flat shards that mix weights and biases."""
 
@@ -452,50 +407,3 @@ def make_strategy(options: Options, loss: Loss, mesh: Mesh) -> Strategy:
     if not options.uses("replicate", "context", "expert"):
         return Strategy(options, loss, mesh)
     return (Copied if options.uses("tensor", "pipeline", "expert") else Replicated)(options, loss, mesh)
-
-
-def make_optimizer(
-    options: Options, groups: list[dict[str, Any]], device: torch.device, strategy: Strategy | None = None
-) -> Optimizer:
-    """The optimizer that the options name; its settings come from the options even after it loads a checkpoint.
-
-    Args:
-        options: Of the run.
-        groups: Parameter groups, as ``strategy`` makes them.
-        device: Where the parameters are.
-        strategy: The divided model, which Muon needs in order to assemble whole matrices.
-    """
-    if options.optimizer == "muon":
-        from lib.runs.engine.muon import MuonAndAdamW
-
-        name = "ours" if options.ours else "adamw"
-        optimizer: Optimizer = MuonAndAdamW(
-            options, strategy, device, lambda some: _new_optimizer(replace(options, optimizer=name), some, device)
-        )
-    else:
-        optimizer = _new_optimizer(options, groups, device)
-    optimizer.register_load_state_dict_pre_hook(keep_settings)
-    return optimizer
-
-
-def keep_settings(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """A loaded state with this run's learning rate, decay and kernels. (A CUDA graph reads its rate from a tensor on
-    the device.)
-    """
-    pairs = zip(optimizer.param_groups, state["param_groups"], strict=True)
-    return {**state, "param_groups": [{**now, "params": was["params"]} for now, was in pairs]}
-
-
-def _new_optimizer(options: Options, groups: list[dict[str, Any]], device: torch.device) -> Optimizer:
-    """Chapter 7's AdamW, PyTorch's AdamW, or SGD with momentum; fused on a GPU, and capturable for ``--graph``."""
-    if options.optimizer == "ours":
-        from lib.training import AdamW
-
-        return AdamW(groups, lr=options.lr, betas=(0.9, 0.95))
-    lr = torch.tensor(options.lr, device=device) if options.graph else options.lr
-    fused = device.type == "cuda"
-    if options.optimizer == "sgd":
-        # there is no fused SGD for DTensors
-        sharded = any(isinstance(p, DTensor) for group in groups for p in group["params"])
-        return torch.optim.SGD(groups, lr=lr, momentum=0.9, fused=fused and not sharded, foreach=fused and sharded)
-    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=fused, capturable=options.graph)

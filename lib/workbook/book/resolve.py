@@ -30,7 +30,7 @@ import sys
 import types
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -243,6 +243,18 @@ def _run_with_fallback(chapter: Chapter, module: types.ModuleType) -> None:
         module.__dict__.update(standin.__dict__)
         module.__dict__.update(kept)
         unwritten = {exercise.name: 0 for exercise in chapter.exercises}
+    _share_names(chapter, module, standin, unwritten, borrowed)
+    module.__dict__["__standin__"] = standin
+
+
+def _share_names(
+    chapter: Chapter,
+    module: types.ModuleType,
+    standin: types.ModuleType,
+    unwritten: Container[str],
+    borrowed: dict[str, list[str]],
+) -> None:
+    """Give each of the two modules the other's definitions: the learner's where they are written."""
     for exercise in chapter.exercises:
         mine, theirs = module.__dict__.get(exercise.name), getattr(standin, exercise.name)
         if isinstance(mine, type) and isinstance(theirs, type) and borrowed.get(exercise.name):
@@ -252,7 +264,6 @@ def _run_with_fallback(chapter: Chapter, module: types.ModuleType) -> None:
             setattr(module, exercise.name, theirs)
         else:
             setattr(standin, exercise.name, mine)
-    module.__dict__["__standin__"] = standin
 
 
 def _lend_methods(chapter: Chapter, mine: type, theirs: type, names: list[str]) -> None:

@@ -54,6 +54,22 @@ def make_stub(chapter: Chapter, source: str | None = None) -> str:
     path = chapter.reference
     source = chapter.numbered(source)
     graded = {e.name: e.number for e in chapter.exercises}
+    text = as_lib(_without_answers(path, source, graded).rstrip("\n") + "\n")
+    text = re.sub(r"\n{4,}", "\n\n\n", text)
+    try:
+        asked = marker_lines(text)
+    except SyntaxError as error:
+        raise BookError(f"{path}: its stub is not valid Python, {error.msg}: {(error.text or '').strip()!r}") from error
+    if missing := [name for name in graded if name not in asked]:
+        raise BookError(
+            f"{path}: the stub leaves nothing to write in {', '.join(missing)}: "
+            f"put {BEGIN} inside its function or a method"
+        )
+    return text
+
+
+def _without_answers(path: Path, source: str, graded: dict[str, str]) -> str:
+    """The source without its marked parts."""
     spans = _owners(ast.parse(source, str(path)), graded)
     out: list[str] = []
     begun = 0
@@ -75,18 +91,7 @@ def make_stub(chapter: Chapter, source: str | None = None) -> str:
             out.append(line)
     if begun:
         raise BookError(f"{path}:{begun}: {BEGIN} without {END}")
-    text = as_lib("\n".join(out).rstrip("\n") + "\n")
-    text = re.sub(r"\n{4,}", "\n\n\n", text)
-    try:
-        asked = marker_lines(text)
-    except SyntaxError as error:
-        raise BookError(f"{path}: its stub is not valid Python, {error.msg}: {(error.text or '').strip()!r}") from error
-    if missing := [name for name in graded if name not in asked]:
-        raise BookError(
-            f"{path}: the stub leaves nothing to write in {', '.join(missing)}: "
-            f"put {BEGIN} inside its function or a method"
-        )
-    return text
+    return "\n".join(out)
 
 
 def _digest(text: str) -> str:
@@ -138,35 +143,35 @@ def write_stubs(check: bool = False) -> list[str]:
     recorded = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     fresh, lines = {}, []
     for chapter in chapters().values():
-        stub = make_stub(chapter)
-        fresh[chapter.module] = _digest(stub)
-        now, unreadable = _now(chapter)
-        if now == stub:
-            continue
-        where = chapter.mine.relative_to(ROOT)
-        if unreadable:
-            fresh[chapter.module] = recorded.get(chapter.module, "")
-            lines.append(f"{unreadable}; left as it is")
-        elif check:
-            difference = difflib.unified_diff(
-                (now or "").splitlines(), stub.splitlines(), str(where), "stub", lineterm="", n=1
-            )
-            lines.append("\n".join(list(difference)[:20]))
-        elif now is not None and _digest(now) != recorded.get(chapter.module):
-            fresh[chapter.module] = recorded.get(chapter.module, "")
-            lines.append(
-                f"{where} is begun, so it stays as it is (workbook reset {chapter.module} makes it a stub "
-                "again and keeps a copy)"
-            )
-        else:
-            sources.write_stub(chapter.mine, stub)
-            lines.append(f"{where} written")
+        stub, kept = make_stub(chapter), recorded.get(chapter.module, "")
+        told, is_left = _write_one(chapter, stub, kept, check)
+        fresh[chapter.module] = kept if is_left else _digest(stub)
+        lines += told
     record = json.dumps(fresh, indent=2, sort_keys=True) + "\n"
     if check and (not RECORD.exists() or RECORD.read_text() != record):
         lines.append(f"{RECORD.relative_to(ROOT)} is out of date: run `workbook stubs`, and commit it with lib/")
     elif not check and (not RECORD.exists() or RECORD.read_text() != record):
         write_atomically(RECORD, record)
     return lines
+
+
+def _write_one(chapter: Chapter, stub: str, recorded: str, check: bool) -> tuple[list[str], bool]:
+    """`write_stubs` for one file: a line about it or none, and whether the file keeps what is not this stub."""
+    now, unreadable = _now(chapter)
+    if now == stub:
+        return [], False
+    where = chapter.mine.relative_to(ROOT)
+    if unreadable:
+        return [f"{unreadable}; left as it is"], True
+    if check:
+        before = (now or "").splitlines()
+        difference = difflib.unified_diff(before, stub.splitlines(), str(where), "stub", lineterm="", n=1)
+        return ["\n".join(list(difference)[:20])], False
+    if now is not None and _digest(now) != recorded:
+        again = f"workbook reset {chapter.module} makes it a stub again and keeps a copy"
+        return [f"{where} is begun, so it stays as it is ({again})"], True
+    sources.write_stub(chapter.mine, stub)
+    return [f"{where} written"], False
 
 
 # ---- the state of a learner's answer ---------------------------------------------------------------------------------

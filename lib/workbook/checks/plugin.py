@@ -6,43 +6,28 @@ it collects the tests in the reference's world and never runs an answer.
 ``--reference`` and ``--mistakes`` grade only the book's own code, and therefore run their tests in this process.
 """
 
-import contextlib
 import functools
-import importlib
-import inspect
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
 
 import pytest
 from _pytest.reports import TestReport
 
 from lib.workbook.book import boundary, resolve
 from lib.workbook.book.catalog import BookError, Chapter, Exercise, chapters, find
-from lib.workbook.book.stubs import untouched, write_atomically
-from lib.workbook.checks import gradescope, live, mistakes, report
-from lib.workbook.checks.child import MACHINERY, Child, Ended
+from lib.workbook.book.stubs import write_atomically
+from lib.workbook.checks import gradescope, live, mistakes
+from lib.workbook.checks.grader import Grader
 from lib.workbook.checks.ranks import Ranks, warm_up
 from lib.workbook.checks.report import CheckReport
-from lib.workbook.checks.runner import EXERCISE, TIME_LIMIT_S, Runner, limit_of, take_terminal
-from lib.workbook.checks.summary import Marks, refusal
+from lib.workbook.checks.runner import EXERCISE, TIME_LIMIT_S, limit_of
+from lib.workbook.checks.summary import refusal
 from lib.workbook.grading.cases import case
-from lib.workbook.grading.mistakes import mistakes_of
 from lib.workbook.grading.oracles import RECORDING
 
 SHOWN_FAILURES = 3  # of one exercise; the others are only counted
-# PyTorch imports these modules, hundreds at a time, when a check first uses them;
-# the check's source text shows that it will.
-IMPORTED_LATE = {
-    ".step()": "torch._dynamo",
-    ".step(optimizer)": "torch._dynamo",
-    '.to("meta")': "torch._dynamo",
-    'torch.device("meta")': "torch._dynamo",
-    "autograd.grad(": "torch.fx.experimental.symbolic_shapes",
-}
 CHECKS = pytest.StashKey["Checks"]()
 
 
@@ -126,20 +111,12 @@ def exercise_of(chapter: Chapter, test_name: str) -> Exercise:
     return max(fitting, key=lambda e: len(e.name))
 
 
-class Checks:
-    """One session: its options, its marks, and the child that grades the current exercise."""
+class Checks(Grader):
+    """One session: its options, and what pytest asks of it."""
 
     def __init__(self, config: pytest.Config):
-        self.config, self.option = config, config.option
-        self.marks = Marks()
+        super().__init__(config)
         self.reports: list[TestReport] = []
-        self.child: Child | None = None
-        self.child_of: tuple[str, str] | None = None  # module and name of the exercise that the child grades
-        # by module and exercise ("" for the whole module): why its remaining checks are not run
-        self.given_up: dict[tuple[str, str], str] = {}
-        # by module and exercise, of those that are still stubs: what the first check told, and so all do
-        self.not_started: dict[tuple[str, str], tuple[CheckReport, list[tuple[str, object]]]] = {}
-        self.runner = Runner(config, self.marks)
         self.n_maintainers = 0
         self.kept: list[str] = []  # files of marks that are left as they are, because no check was run
 
@@ -177,21 +154,7 @@ class Checks:
         kept: list[pytest.Item] = []
         dropped: list[pytest.Item] = []
         for item in items:
-            chapter, exercise = chapter_of(item.path), None
-            if chapter is not None and isinstance(item, pytest.Function):
-                exercise = exercise_of(chapter, item.originalname)
-            item.stash[EXERCISE] = exercise
-            if exercise is not None:
-                item.extra_keyword_matches.add(exercise.name)
-                item.repr_failure = _no_traceback  # type: ignore[method-assign] # `report.explain` writes it
-            is_oracle = getattr(getattr(item, "function", None), "workbook_oracle", False)
-            maintainers = is_oracle and not self.option.reference
-            unwanted = wanted and not any(
-                exercise is not None and exercise.module == c.module and e in (None, exercise) for c, e in wanted
-            )
-            beside = self.option.mistakes and exercise is None
-            self.n_maintainers += bool(maintainers and not unwanted and not beside)
-            (dropped if maintainers or unwanted or beside else kept).append(item)
+            (kept if self._is_wanted(item, _assigned(item), wanted) else dropped).append(item)
             if item.get_closest_marker("gpu") and not _has_accelerator():
                 reason = "needs an accelerator: run `pytest -m gpu` on a machine that has one"
                 item.add_marker(pytest.mark.skip(reason=reason))
@@ -207,6 +170,19 @@ class Checks:
                 items[:] = mistakes.items(by_exercise, self.runner.outcome_of)
             else:
                 items[:] = live.items(by_exercise, self, self.option.live)
+
+    def _is_wanted(
+        self, item: pytest.Item, exercise: Exercise | None, wanted: list[tuple[Chapter, Exercise | None]]
+    ) -> bool:
+        """Whether this run is for a check; also counts the oracles that it leaves to maintainers."""
+        if self.option.mistakes and exercise is None:
+            return False
+        if wanted and not any(exercise and exercise.module == c.module and e in (None, exercise) for c, e in wanted):
+            return False
+        is_oracle = getattr(getattr(item, "function", None), "workbook_oracle", False)
+        is_left = is_oracle and not self.option.reference
+        self.n_maintainers += is_left
+        return not is_left
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_make_scheduler(self, config: pytest.Config, log: object) -> object:
@@ -234,121 +210,9 @@ class Checks:
             resolve.enter("reference")
             return None  # pytest's own protocol
         if isinstance(item, pytest.Function) and item.get_closest_marker("skip") is None:
-            self._grade(item, exercise)
+            self.grade(item, exercise)
             return True
         return None
-
-    def _grade(self, item: pytest.Function, exercise: Exercise) -> None:
-        """Run a check in a child, and log its reports."""
-        item.session._setupstate.teardown_exact(item)  # fixtures that an earlier item set up for its file
-        item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-        key = (exercise.module, exercise.name)
-        why = self.given_up.get(key) or self.given_up.get((exercise.module, ""))
-        if why:
-            reports = [_not_run(item, report.begin(exercise, self.runner.world_of(exercise)), why)]
-        elif key in self.not_started:
-            reports = [_made(item, "failed", *self.not_started[key])]
-        else:
-            reports = self._reports_of(item, exercise)
-            self._note_stub(exercise, reports)
-        for one in reports:
-            self._count(one)
-            item.ihook.pytest_runtest_logreport(report=one)
-        item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
-
-    def _note_stub(self, exercise: Exercise, reports: list[TestReport]) -> None:
-        """If a check found nothing but the stub: what it reports holds for the exercise's other checks too,
-        which then need no child and no ranks.
-        """
-        for one in reports:
-            told = CheckReport.of(one)
-            if told and told.state == "not started" and exercise.name in _untouched(exercise.module):
-                self.not_started[exercise.module, exercise.name] = told, one.user_properties
-
-    def _reports_of(self, item: pytest.Function, exercise: Exercise) -> list[TestReport]:
-        reports: list[TestReport] = []
-        from_data = self.config.hook.pytest_report_from_serializable
-        try:
-            for said in self.sent_by_child(item, exercise.module, exercise.name, self.runner.world_of(exercise)):
-                if isinstance(said, Ended):
-                    return [self._ended(item, exercise, said)]
-                if said == "quit":
-                    self.close_child()
-                    pytest.exit("Quitting debugger", returncode=1)
-                reports = [from_data(config=self.config, data=data) for data in said]
-        except BaseException:
-            self.close_child()
-            raise
-        finally:
-            take_terminal()
-        return reports
-
-    def sent_by_child(self, item: pytest.Function, module: str, name: str, world: str) -> Iterator[Any]:
-        """Run a check in the child of an answer, which is forked if there is none yet, and yield what it sends."""
-        memory_limit = limit_of(item, "memory_limit", None)
-        if self.child is not None and (self.child_of != (module, name) or memory_limit is not None):
-            self.close_child()
-        if self.child is None:
-            self._prepare(item)
-            self.child, self.child_of = Child(world, self.runner.work), (module, name)
-        limit_s = limit_of(item, "time_limit", TIME_LIMIT_S)
-        for said in self.child.run(self.runner.checks.index(item), limit_s, memory_limit):
-            if isinstance(said, Ended):
-                self.child = None
-            yield said
-
-    def _prepare(self, item: pytest.Function) -> None:
-        """Do once, before the fork, the work that every child would otherwise repeat."""
-        if "tmp_path" in item.fixturenames:
-            item.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
-        if "ranks" in item.fixturenames:
-            warm_up([item.path.read_text(encoding="utf-8")])
-        same = [i.function for i in self.runner.checks if i.stash.get(EXERCISE, None) == item.stash[EXERCISE]]
-        text = "".join(map(inspect.getsource, dict.fromkeys(same)))
-        for word, module in IMPORTED_LATE.items():
-            if word in text:
-                importlib.import_module(module)
-        exercise = item.stash[EXERCISE]
-        with contextlib.suppress(Exception):  # a fault of the book's, which must not keep it from grading
-            for wrong in mistakes_of(exercise.module, exercise.name)[:1] if exercise else []:
-                wrong.definitions  # noqa: B018 - it parses the reference, which the others share
-
-    def _ended(self, item: pytest.Function, exercise: Exercise, ended: Ended) -> TestReport:
-        """The report of a check whose child ended before it could report;
-        also decides which checks are not run any more.
-        """
-        if ended.is_time or ended.in_import:
-            self.given_up[exercise.module, "" if ended.in_import else exercise.name] = (
-                f"lib/{exercise.module}.py {ended.why} when it was imported"
-                if ended.in_import
-                else f"an earlier check {ended.why}"
-            )
-        told = report.begin(exercise, self.runner.world_of(exercise))
-        at = report.frames_of_stack(exercise, ended.stack)
-        rows = [("case", ended.case or report.case_of(item)), ("at", at)]
-        problem = (
-            ended.why
-            if not ended.in_import
-            else f"cannot be graded: lib/{exercise.module}.py {ended.why} when it was imported"
-        )
-        if ended.stack.startswith(MACHINERY) and not ended.is_time:
-            told.fill(report.BOOKS_FAULT, [*rows, ("because", ended.stack.strip())], state="not checked")
-        else:
-            told.fill(problem, rows)
-        return _made(item, "failed", told)
-
-    def _count(self, one: TestReport) -> None:
-        """Shorten a failure to one line if the exercise has failed before, unless -v asks for everything."""
-        told = CheckReport.of(one)
-        if told is None or not one.failed or self.option.verbose > 0:
-            return
-        told.repeated = self.marks.failed_before(told.module, told.name)
-        told.put_on(one)
-
-    def close_child(self) -> None:
-        child, self.child = self.child, None
-        if child is not None:
-            child.close()
 
     # ---- reporting ---------------------------------------------------------------------------------------------------
 
@@ -410,36 +274,15 @@ class Checks:
             terminalreporter.write_line(line)
 
 
-def _not_run(item: pytest.Function, told: CheckReport, why: str) -> TestReport:
-    told.state, told.problem = "not run", why
-    path, line = item.location[0], (item.location[1] or 0) + 1
-    return _made(item, "skipped", told, longrepr=(path, line, why))
-
-
-def _made(
-    item: pytest.Function,
-    outcome: Literal["passed", "failed", "skipped"],
-    told: CheckReport,
-    user_properties: Sequence[tuple[str, object]] = (),
-    longrepr: tuple[str, int, str] | str = "",
-) -> TestReport:
-    """The report of a check that no child has made."""
-    made = TestReport(
-        nodeid=item.nodeid,
-        location=item.location,
-        keywords={},
-        outcome=outcome,
-        longrepr=longrepr,
-        when="call",
-        user_properties=user_properties,
-    )
-    told.put_on(made)
-    return made
-
-
-@functools.cache
-def _untouched(module: str) -> frozenset[str]:
-    return untouched(chapters()[module])
+def _assigned(item: pytest.Item) -> Exercise | None:
+    """The exercise that a check grades, which its stash then holds; None for a test of the book itself."""
+    chapter, exercise = chapter_of(item.path), None
+    if chapter is not None and isinstance(item, pytest.Function):
+        exercise = exercise_of(chapter, item.originalname)
+        item.extra_keyword_matches.add(exercise.name)
+        item.repr_failure = _no_traceback  # type: ignore[method-assign] # `report.explain` writes the report
+    item.stash[EXERCISE] = exercise
+    return exercise
 
 
 def _no_traceback(excinfo: pytest.ExceptionInfo[BaseException], style: object = None) -> str:

@@ -37,20 +37,22 @@ def _settings() -> list[Setting]:
             put = lambda limits, kind=kind: resource.setrlimit(kind, limits)
             found.append(Setting(f"the limit {name}", lambda kind=kind: resource.getrlimit(kind), put))
     torch = sys.modules.get("torch")
-    if torch is not None and hasattr(torch, "get_default_device"):
-        found += [
-            Setting("torch.get_default_dtype()", torch.get_default_dtype, torch.set_default_dtype),
-            Setting("torch.get_default_device()", lambda: str(torch.get_default_device()), _set_device),
-            Setting("torch.is_grad_enabled()", torch.is_grad_enabled, torch.set_grad_enabled),
-            Setting("torch.is_autocast_enabled('cpu')", *_autocast(torch)),
-            Setting("torch.get_num_threads()", torch.get_num_threads, torch.set_num_threads),
-            Setting(
-                "torch.are_deterministic_algorithms_enabled()",
-                torch.are_deterministic_algorithms_enabled,
-                torch.use_deterministic_algorithms,
-            ),
-        ]
-    return found
+    return found if torch is None or not hasattr(torch, "get_default_device") else found + _settings_of(torch)
+
+
+def _settings_of(torch: ModuleType) -> list[Setting]:
+    return [
+        Setting("torch.get_default_dtype()", torch.get_default_dtype, torch.set_default_dtype),
+        Setting("torch.get_default_device()", lambda: str(torch.get_default_device()), _set_device),
+        Setting("torch.is_grad_enabled()", torch.is_grad_enabled, torch.set_grad_enabled),
+        Setting("torch.is_autocast_enabled('cpu')", *_autocast(torch)),
+        Setting("torch.get_num_threads()", torch.get_num_threads, torch.set_num_threads),
+        Setting(
+            "torch.are_deterministic_algorithms_enabled()",
+            torch.are_deterministic_algorithms_enabled,
+            torch.use_deterministic_algorithms,
+        ),
+    ]
 
 
 def _set_device(name: str) -> None:

@@ -16,6 +16,7 @@ from lib.workbook.book.catalog import ROOT, BookError, find, routes
 
 if TYPE_CHECKING:
     from lib.workbook.tools.check import Result
+    from lib.workbook.tools.progress import Line
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 console = Console(highlight=False, soft_wrap=False)
@@ -120,31 +121,12 @@ def _show(result: "Result") -> int:
 @app.command()
 def progress() -> None:
     """Show all chapters at a glance, and the next exercise."""
-    from rich.text import Text
-
-    from lib.workbook.tools import check as checks
     from lib.workbook.tools import progress as progresses
 
     found, following = progresses.glance()
     for row in found:
-        line = Text(f"{row.chapter.number:>3}  {row.chapter.title:<30} ")
-        if row.problem:
-            line.append(row.problem, "red")
-            console.print(line, soft_wrap=True)
-            continue
-        for exercise in row.chapter.exercises:
-            sign, colour = checks.SIGNS[row.rows.get(exercise.name, {"state": "not started"})["state"]]
-            line.append(sign + " ", colour)
-        passed = sum(graded["state"] == "passed" for graded in row.rows.values())
-        line.append(f" {passed} of {len(row.chapter.exercises)}")
-        console.print(line, soft_wrap=True)
-    states = {(row.chapter.module, name): graded["state"] for row in found for name, graded in row.rows.items()}
-    console.print()
-    for route in routes().values():
-        left = [e for e in route.exercises if states.get((e.module, e.name)) != "passed"]
-        hours = round(sum(e.size.minutes for e in left) / 60)
-        done = len(route.exercises) - len(left)
-        console.print(f"{route.title:<22} {done:>3} of {len(route.exercises):<4} {hours:>3} h to go")
+        _show_chapter(row)
+    _show_routes({(row.chapter.module, name): graded["state"] for row in found for name, graded in row.rows.items()})
     if following is None:
         console.print("\nEverything passes. You have written the whole book.")
         return
@@ -155,6 +137,33 @@ def progress() -> None:
         f"\nnext: [bold]{following.number} {following.name}[/bold]: {following.summary}\n"
         f"      write it in lib/{following.module}.py, then run: workbook check {following.name}"
     )
+
+
+def _show_chapter(row: "Line") -> None:
+    from rich.text import Text
+
+    from lib.workbook.tools import check as checks
+
+    line = Text(f"{row.chapter.number:>3}  {row.chapter.title:<30} ")
+    if row.problem:
+        line.append(row.problem, "red")
+    else:
+        for exercise in row.chapter.exercises:
+            sign, colour = checks.SIGNS[row.rows.get(exercise.name, {"state": "not started"})["state"]]
+            line.append(sign + " ", colour)
+        passed = sum(graded["state"] == "passed" for graded in row.rows.values())
+        line.append(f" {passed} of {len(row.chapter.exercises)}")
+    console.print(line, soft_wrap=True)
+
+
+def _show_routes(states: dict[tuple[str, str], str]) -> None:
+    """How far each route is, and how long the rest takes, from the state of each exercise (module, name)."""
+    console.print()
+    for route in routes().values():
+        left = [e for e in route.exercises if states.get((e.module, e.name)) != "passed"]
+        hours = round(sum(e.size.minutes for e in left) / 60)
+        done = len(route.exercises) - len(left)
+        console.print(f"{route.title:<22} {done:>3} of {len(route.exercises):<4} {hours:>3} h to go")
 
 
 @app.command()

@@ -7,9 +7,7 @@ copies the modules that were begun, and writes a journal.
 If the update is killed, the next run reads the journal and continues.
 """
 
-import ast
 import contextlib
-import difflib
 import json
 import os
 import re
@@ -21,9 +19,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from lib.workbook.book import sources, stubs
-from lib.workbook.book.catalog import EXERCISE_NUMBER, ROOT, SIZE, BookError
+from lib.workbook.book.catalog import ROOT, BookError
 from lib.workbook.book.sources import SourceError
 from lib.workbook.tools.git import GitError, at_work, git, line, staged, text, tree
+from lib.workbook.tools.renewal import mine_of, renew_begun
 
 FOLDER = ROOT / ".workbook"
 JOURNAL = FOLDER / "update.json"
@@ -259,16 +258,6 @@ def _carry_out(plan: Plan, say: Say) -> None:
     JOURNAL.unlink(missing_ok=True)
 
 
-def _mine(name: str) -> str | None:
-    """A learner's module, with its line ends unchanged; None if there is no file.
-
-    Raises:
-        SourceError: it cannot be read.
-    """
-    path = ROOT / "lib" / f"{name}.py"
-    return sources.decode(path, sources.read_bytes(path)) if path.exists() else None
-
-
 def _state(name: str, plan: Plan) -> str:
     """``missing``, ``stub`` (of the old or the new version), ``begun``, or ``no file`` (a folder or a pipe)."""
     path = ROOT / "lib" / f"{name}.py"
@@ -277,7 +266,7 @@ def _state(name: str, plan: Plan) -> str:
     if not path.is_file():
         return "no file"
     try:
-        now = re.sub(r"\r\n?", "\n", _mine(name) or "")
+        now = re.sub(r"\r\n?", "\n", mine_of(name) or "")
     except SourceError:
         return "begun"
     return "stub" if now in (text(plan.base, f"lib/{name}.py"), text(plan.target, f"lib/{name}.py")) else "begun"
@@ -311,7 +300,12 @@ def _move(plan: Plan, say: Say) -> list[str]:
         for folder in Path(path).parents[:-1]:
             with contextlib.suppress(OSError):
                 (ROOT / folder).rmdir()
-    fresh = [path for path in stale if path in after]
+    _put(plan, [path for path in stale if path in after])
+    return moving
+
+
+def _put(plan: Plan, fresh: list[str]) -> None:
+    """Check files of the new version out into a folder of their own, and move each to its place."""
     shutil.rmtree(STAGING, ignore_errors=True)
     index = {"GIT_INDEX_FILE": str(FOLDER / "update.index")}
     git("read-tree", plan.new, env=index)
@@ -322,7 +316,6 @@ def _move(plan: Plan, say: Say) -> list[str]:
         os.replace(STAGING / path, ROOT / path)
     shutil.rmtree(STAGING, ignore_errors=True)
     Path(index["GIT_INDEX_FILE"]).unlink(missing_ok=True)
-    return moving
 
 
 def _finish(plan: Plan, kept_index: dict[str, tuple[str, str]]) -> None:
@@ -343,17 +336,6 @@ def _finish(plan: Plan, kept_index: dict[str, tuple[str, str]]) -> None:
 # ---- the learner's modules -------------------------------------------------------------------------------------------
 
 
-def exercises(stub: str) -> dict[str, str]:
-    """The graded names of a stub, with the text of each: signature, docstring and given code."""
-    found = {}
-    for node in ast.parse(stub).body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            first = (ast.get_docstring(node) or "").split("\n", 1)[0]
-            if EXERCISE_NUMBER.search(first):
-                found[node.name] = stubs.source_of(stub, node.name) or ""
-    return found
-
-
 def _renew(name: str, plan: Plan) -> list[str]:
     """Bring one module up to date, and return what the learner should know about it."""
     where = f"lib/{name}.py"
@@ -364,62 +346,11 @@ def _renew(name: str, plan: Plan) -> list[str]:
     if state == "begun":
         if new is None:
             return [f"{where}: the book no longer has this module; yours stays"]
-        return _renew_begun(name, old or "", new)
+        return renew_begun(name, old or "", new)
     if new is None:
         path.unlink(missing_ok=True)
         return [f"{where} is gone: the book no longer has it"] if state == "stub" else []
-    if state == "stub" and re.sub(r"\r\n?", "\n", _mine(name) or "") == new:
+    if state == "stub" and re.sub(r"\r\n?", "\n", mine_of(name) or "") == new:
         return []
     sources.write_stub(path, new)
     return [f"{where}: updated to the new stubs" if old is not None else f"{where} is new"]
-
-
-def _renew_begun(name: str, old: str, new: str) -> list[str]:
-    """Add the stubs of new exercises at the end of a module that was begun, and report contracts that changed."""
-    where = f"lib/{name}.py"
-    before, after = exercises(old), exercises(new)
-    added = [one for one in after if one not in before]
-    try:
-        mine = _mine(name) or ""
-        left, have = stubs.marker_lines(mine), stubs.bindings(mine)
-    except (SyntaxError, SourceError) as error:
-        problem = f"{where}:{error.lineno}: {error.msg}" if isinstance(error, SyntaxError) else str(error)
-        lines = [f"{problem}; your file stays as it is"]
-        lines += [
-            f"{where}: {one} is new; fix that line, then run `workbook reset {one}` to add its stub" for one in added
-        ]
-        return lines + [row for one in after if one in before for row in _difference(where, one, before, after, "")]
-    lines = []
-    imports = {key for key in stubs.bindings(new).keys() - stubs.bindings(old).keys() if key not in after}
-    for one in added:
-        if one in have:
-            lines.append(
-                f"{where}: {one} is a new exercise, and you already have code of that name: run `workbook check {one}`"
-            )
-            continue
-        mine = stubs.with_piece(mine, stubs.piece(new, one, mine, also=imports))
-        lines.append(f"{where}: {one} is a new exercise; its stub is at the end of the file")
-    if any(one not in have for one in added):
-        sources.write_mine(ROOT / where, mine)
-    for one in before:
-        if one not in after and one in have:
-            lines.append(f"{where}: {one} is no longer an exercise; your code stays")
-        elif one in after:
-            note = f"still the old stub; run `workbook reset {one}` for the new one" if one in left else ""
-            lines += _difference(where, one, before, after, note)
-    return lines
-
-
-def _difference(where: str, name: str, before: dict[str, str], after: dict[str, str], note: str) -> list[str]:
-    """The lines in which the contract of a graded name differs, apart from its number and its size."""
-    old, new = (
-        SIZE.sub("", EXERCISE_NUMBER.sub("", found[name])).replace("\n\n\n", "\n\n").splitlines()
-        for found in (before, after)
-    )
-    lines = [row for row in list(difflib.unified_diff(old, new, lineterm="", n=0))[2:] if not row.startswith("@@")]
-    if not lines:
-        return []
-    head = (
-        f"{where}: {name}: {note or 'its contract has changed since you wrote it; run `workbook check ' + name + '`'}"
-    )
-    return [head, *(f"    {row[0]} {row[1:]}" for row in lines)]

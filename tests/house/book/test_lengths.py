@@ -111,18 +111,9 @@ LONG = {
             ::test_weights_that_are_not_what_the_settings_say_are_one_line
     """,
     "not divided yet": """
-        lib/runs/engine/export.py ::llama_for_transformers
         lib/runs/engine/loop.py module
         lib/runs/engine/options.py module
-        lib/runs/engine/state.py ::_save
-        lib/runs/engine/strategies.py module ::Strategy.__init__
         lib/runs/serving/metrics.py ::Metrics.__init__
-        lib/workbook/book/resolve.py ::_run_with_fallback
-        lib/workbook/book/stubs.py ::make_stub ::write_stubs
-        lib/workbook/checks/plugin.py module ::Checks.pytest_collection_modifyitems
-        lib/workbook/checks/state.py ::_settings
-        lib/workbook/tools/cli.py ::progress
-        lib/workbook/tools/update.py module ::_move ::_renew_begun
     """,
 }
 
