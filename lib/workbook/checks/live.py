@@ -8,17 +8,15 @@ import random
 import time
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from lib.workbook.book.catalog import Exercise
 from lib.workbook.checks.child import Ended
+from lib.workbook.checks.grader import Grader
 from lib.workbook.checks.report import CheckReport
 from lib.workbook.grading.mistakes import MISTAKE, Mistake, mistakes_of
-
-if TYPE_CHECKING:
-    from lib.workbook.checks.plugin import Checks
 
 SEED = 41
 ENOUGH_S = 1.0  # from a failure to its sentence
@@ -28,7 +26,7 @@ OWN, OTHER, NONE = "named", "named as another", "not named"
 class LiveItem(pytest.Item):
     """One known mistake in the place of a learner's answer."""
 
-    def __init__(self, *, mistake: Mistake, tests: list[pytest.Function], checks: "Checks", **kwargs: Any):
+    def __init__(self, *, mistake: Mistake, tests: list[pytest.Function], checks: Grader, **kwargs: Any):
         super().__init__(**kwargs)
         self.mistake, self.tests, self.checks = mistake, tests, checks
 
@@ -66,7 +64,7 @@ class LiveItem(pytest.Item):
         return self.path, 0, self.name
 
 
-def items(tests_by_exercise: dict[Exercise, list[pytest.Function]], checks: "Checks", n: int) -> list[LiveItem]:
+def items(tests_by_exercise: dict[Exercise, list[pytest.Function]], checks: Grader, n: int) -> list[LiveItem]:
     """``n`` mistakes chosen at random, always the same ones; all of them if ``n`` is 0."""
     every = [(tests, wrong) for e, tests in tests_by_exercise.items() for wrong in mistakes_of(e.module, e.name)]
     chosen = sorted(random.Random(SEED).sample(range(len(every)), min(n or len(every), len(every))))
