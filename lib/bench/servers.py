@@ -38,6 +38,8 @@ from lib.runs.flags import ProgramParser, positive, whole
 BOOK, TRANSFORMERS = "this book", "Transformers"
 TIGHT, ALIKE, DIFFERENT = "a small cache", "prompts that begin alike", "prompts that do not"
 LOADS = (BOOK, TRANSFORMERS, TIGHT, ALIKE, DIFFERENT)
+SERVERS = {BOOK: (BOOK, ALIKE, DIFFERENT), TRANSFORMERS: (TRANSFORMERS,), TIGHT: (TIGHT,)}
+"""The loads that each server gets."""
 START_S = 300.0  # in which a server must answer
 COMMON, OWN = 256, (16, 64)  # words with which prompts begin alike; fewest and most that follow
 COUNTS = ("workbook_preemptions_total", "workbook_prefix_tokens_found_total", "workbook_prompt_tokens_total")
@@ -67,7 +69,7 @@ def write_folder(config: LlamaConfig, folder: Path) -> None:
 
 
 def command(name: str, folder: Path, options: Any) -> list[str]:
-    """The program that serves a folder, with its own defaults on a GPU, but for the port."""
+    """The program of a server of a folder, with its own defaults on a GPU, but for the port."""
     small = options.device == "cpu"
     if name == TRANSFORMERS:
         sizes = ["--cb-num-blocks", "64", "--cb-block-size", "16", "--cb-max-batch-tokens", "64"] if small else []
@@ -202,10 +204,12 @@ def main(argv: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as work:
         folder = Path(work, "llama")
         write_folder(SMALL if options.tiny else LARGE.config, folder)
-        for name in options.only:
-            with serving(name, folder, options) as url:
-                results["loads"][name] = measure(name, url, folder, options)
-            record("servers", results, options.folder)
+        for server, names in SERVERS.items():
+            if wanted := [name for name in names if name in options.only]:
+                with serving(server, folder, options) as url:
+                    for name in wanted:
+                        results["loads"][name] = measure(name, url, folder, options)
+                        record("servers", results, options.folder)
     print(VLLM)
 
 

@@ -24,6 +24,7 @@ def test_prompts_begin_alike_or_from_the_first_word_on_not(tmp_path):
 
 def test_each_server_gets_the_folder_and_only_one_a_small_cache():
     folder = Path("llama")
-    words = {name: servers.command(name, folder, options("--blocks", "7")) for name in servers.LOADS}
+    words = {name: servers.command(name, folder, options("--blocks", "7")) for name in servers.SERVERS}
     assert all(str(folder) in line and "8199" in line for line in words.values())
     assert [name for name, line in words.items() if "--blocks" in line] == [servers.TIGHT]
+    assert sorted(sum(servers.SERVERS.values(), ())) == sorted(servers.LOADS)
