@@ -121,7 +121,7 @@ def make_engine(model: Any, scheduler: Any, counts: Counter[str], options: Any, 
     """The engine that the flags ask for; ``draft`` is the model that drafts, if one does."""
     more: dict[str, Any] = {
         "on_found": partial(_add, counts, "found_tokens"), "on_forked": partial(_add, counts, "forked_tokens"),
-        "cache_format": options.cache_dtype,
+        "on_preempted": partial(_add, counts, "preemptions"), "cache_format": options.cache_dtype,
     }  # fmt: skip
     if options.draft:
         check_layers(model.config, options, options.model)

@@ -40,6 +40,9 @@ class Metrics:
         self.forked_tokens = self._counter(
             "prefix_tokens_forked", "Tokens of prompts that further answers share with the first, in forks of its cache"
         )
+        self.preemptions = self._counter(
+            "preemptions", "Requests that gave their blocks to older ones, and compute their tokens again"
+        )
         self.generated_tokens = self._counter("generated_tokens", "Tokens generated")
         self.drafted_tokens = self._counter("draft_tokens", "Tokens drafted")
         self.kept_tokens = self._counter("draft_tokens_accepted", "Drafted tokens that the model kept")

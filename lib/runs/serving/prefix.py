@@ -38,17 +38,20 @@ class PrefixEngine(Engine):
         on_found: Called with the number of tokens that a request found in the tree.
         on_forked: Called with the number of tokens that a fork shares with the first request of its prompt.
         cache_format: "int8" or "float8", in which keys and values are kept; None: in the model's dtype.
+        on_preempted: Called with the number of requests that a step preempted.
 
     Attributes:
         held: For each first request the others, until its prompt is computed.
     """
 
     def __init__(self, model: nn.Module, scheduler: Scheduler, on_found: Callable[[int], None] = lambda n: None,
-                 on_forked: Callable[[int], None] = lambda n: None, cache_format: str | None = None):  # fmt: skip
+                 on_forked: Callable[[int], None] = lambda n: None, cache_format: str | None = None,
+                 on_preempted: Callable[[int], None] = lambda n: None):  # fmt: skip
         if cache_format:
             self.own_cache = partial(PackedCache, cache_format), packed_attention
         super().__init__(model, scheduler)
         self.tree, self.on_found, self.on_forked = PrefixTree(scheduler.block_size), on_found, on_forked
+        self.on_preempted = on_preempted
         self.held: dict[Request, list[Request]] = {}
         self.raw = torch.empty(0)  # this step's logits, before the tokens that forms do not allow are taken out
         self.forked: list[tuple[Chunk, Tensor]] = []  # the forks that began in this step, with their first logits
@@ -245,9 +248,11 @@ class PrefixEngine(Engine):
 
     def release(self) -> None:
         """Free the blocks of requests that no longer run, after the tree has become a user of the full ones."""
-        for progress in [progress for progress in self.sequences if progress not in self.scheduler.running]:
+        gone = [progress for progress in self.sequences if progress not in self.scheduler.running]
+        for progress in gone:
             self._remember(progress)
             self.tree.release(self.acquired.pop(progress))
+        self.on_preempted(sum(not progress.is_done and progress in self.scheduler.waiting for progress in gone))
         super().release()
 
     def _begin(self, progress: Progress, n_tokens: int) -> int:

@@ -166,8 +166,9 @@ def of_one_prompt(n, n_new=7, **more):
 @pytest.mark.parametrize(("n_blocks", "max_tokens"), [(60, 64), (9, 64), (60, 5), (13, 8)])
 def test_answers_to_one_prompt_are_forks_and_each_is_its_seed_s(tiny, n_blocks, max_tokens):
     """With room the prompt is computed once, for all; without room some wait, and are the same all the same."""
-    passed, forked = [], []
-    engine = PrefixEngine(tiny, Scheduler(max_tokens, n_blocks, 4), on_forked=forked.append)
+    passed, forked, preempted = [], [], []
+    told = {"on_forked": forked.append, "on_preempted": preempted.append}
+    engine = PrefixEngine(tiny, Scheduler(max_tokens, n_blocks, 4), **told)
     tiny.tok_embeddings.register_forward_hook(lambda module, args, out: passed.append(args[0].numel()))
     try:
         found = rounds(engine, of_one_prompt(4))
@@ -176,6 +177,7 @@ def test_answers_to_one_prompt_are_forks_and_each_is_its_seed_s(tiny, n_blocks, 
     alone = [[t for _, t in generate_many(tiny, [r], Scheduler(64, 60, 4))] for r in of_one_prompt(4)]
     assert found == alone
     assert len({tuple(tokens) for tokens in found}) > 1
+    assert (sum(preempted) > 0) == ((n_blocks, max_tokens) == (13, 8))
     if n_blocks == 60:
         assert forked == [21] * 3
         assert sum(passed) == 21 + 4 * 6  # the last token of an answer is not passed through the model
