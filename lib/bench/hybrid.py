@@ -23,7 +23,7 @@ from lib.bench.kit import record
 from lib.fsdp import FullySharded, apply_fully_shard
 from lib.given.data.record import MEASUREMENTS, load
 from lib.given.models.gpt2 import GPT2_XL
-from lib.runs.engine.hybrid import HybridSharded
+from lib.runs.engine.strategies import HybridSharded
 from lib.runs.flags import ProgramParser, whole
 
 XL, BATCH = GPT2_XL, 4

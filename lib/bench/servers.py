@@ -204,8 +204,8 @@ def main(argv: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as work:
         folder = Path(work, "llama")
         write_folder(SMALL if options.tiny else LARGE.config, folder)
-        for server, names in SERVERS.items():
-            if wanted := [name for name in names if name in options.only]:
+        for server, loads in SERVERS.items():
+            if wanted := [name for name in loads if name in options.only]:
                 with serving(server, folder, options) as url:
                     for name in wanted:
                         results["loads"][name] = measure(name, url, folder, options)

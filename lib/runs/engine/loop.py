@@ -27,7 +27,6 @@ from lib.runs.engine.evaluation import ask, evaluate, hold_out, is_due, load_que
 from lib.runs.engine.log import Log
 from lib.runs.engine.mesh import DATA, Mesh, arrange, check_degrees
 from lib.runs.engine.need import check_memory, memory_flags
-from lib.runs.engine.optimizers import make_optimizer
 from lib.runs.engine.options import (
     DECAYED,
     Options,
@@ -40,7 +39,8 @@ from lib.runs.engine.options import (
 )
 from lib.runs.engine.signals import STATUS, Signals, follow_launcher
 from lib.runs.engine.sources import N_PICTURES
-from lib.runs.engine.strategies import Strategy, make_strategy
+from lib.runs.engine.strategies import make_optimizer, make_strategy
+from lib.runs.engine.strategy import Strategy
 from lib.runs.engine.tasks import Task
 from lib.runs.engine.world import World, agree, choose_device, find_world, start_group
 from lib.runs.flags import Parser, UsageError

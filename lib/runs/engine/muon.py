@@ -59,7 +59,7 @@ class MuonAndAdamW(Optimizer):
             make_sharded(self.local_rows, [p.shape for p in self.rows], group=_row_group(self.rows[0]), **settings)
             if self.rows
             else None
-        )
+        )  # type: ignore[arg-type]
 
     def _home(self, p: Tensor) -> list[Any]:
         """The list of the way in which a parameter with matrices is trained."""

@@ -33,7 +33,7 @@ from lib.given.parallel.mail import Mail, Message
 from lib.runs.engine.export import TOKENIZER, write_tokenizer
 from lib.runs.engine.options import CONTENTS, Options
 from lib.runs.engine.sources import Codec
-from lib.runs.engine.strategies import local
+from lib.runs.engine.strategy import local
 from lib.runs.flags import UsageError
 from lib.training import load_checkpoint, save_checkpoint
 
@@ -177,18 +177,14 @@ def _save(
         folder.mkdir(parents=True, exist_ok=True)
         if newest(folder) is None or not (folder / TOKENIZER).exists():
             write_tokenizer(folder, codec)
-    if strategy.is_divided:
-        _save_parts(folder, strategy, optimizer, {"step": step, **state}, rank)
-    elif rank == 0:
-        save_checkpoint(folder / FILE, strategy.model, optimizer, step, **state)
-        for old in folder.glob("step_????????"):
-            shutil.rmtree(old, ignore_errors=True)
-    _barrier()
-
-
-def _save_parts(folder: Path, strategy: Any, optimizer: Optimizer, state: dict[str, Any], rank: int) -> None:
-    """A checkpoint of what each rank holds; ``state`` has the step."""
-    final = folder / f"step_{state['step']:08d}"
+    if not strategy.is_divided:
+        if rank == 0:
+            save_checkpoint(folder / FILE, strategy.model, optimizer, step, **state)
+            for old in folder.glob("step_????????"):
+                shutil.rmtree(old, ignore_errors=True)
+        _barrier()
+        return
+    final = folder / f"step_{step:08d}"
     being_written = final.with_name(f".{final.name}")
     if rank == 0:
         for left in folder.glob(".step_????????"):  # left by runs that were killed while they saved
@@ -199,8 +195,9 @@ def _save_parts(folder: Path, strategy: Any, optimizer: Optimizer, state: dict[s
     sums = _gathered({path.name: checksum(path) for path in being_written.glob(f"__{rank}_*")})
     if rank == 0:
         counts = {key: n for p in strategy.named().values() for key, n in _counts(optimizer.state[p], p).items()}
-        _put_in_place(being_written, final, {**state, COUNTS: counts, SUMS: sums})
+        _put_in_place(being_written, final, {"step": step, **state, COUNTS: counts, SUMS: sums})
         (folder / FILE).unlink(missing_ok=True)
+    _barrier()
 
 
 def checksum(path: Path) -> int:

@@ -113,6 +113,7 @@ LONG = {
     "not divided yet": """
         lib/runs/engine/loop.py module
         lib/runs/engine/options.py module
+        lib/runs/engine/state.py ::_save
         lib/runs/serving/metrics.py ::Metrics.__init__
     """,
 }

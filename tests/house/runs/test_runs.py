@@ -27,8 +27,8 @@ from lib.ranks.mpi_launch import mpi_environment, mpiexec
 from lib.runs.engine import signals, state
 from lib.runs.engine.log import Moment, as_json, peak_flops, read_log, send
 from lib.runs.engine.loop import set_up
-from lib.runs.engine.optimizers import make_optimizer
 from lib.runs.engine.options import make_parser, parse
+from lib.runs.engine.strategies import make_optimizer
 from lib.runs.engine.tasks import GPT2Task
 from lib.runs.engine.world import World, _first_host, _slurm_port, choose_device, find_world, share_no_gpu
 from lib.runs.flags import UsageError
