@@ -63,6 +63,11 @@ def make_parser() -> Parser:
     )
     model.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     model.add_argument("--dtype", choices=DTYPES, help="of weights and cache; default: bf16 on a GPU, float32 on a CPU")
+    model.add_argument(
+        "--quantize", choices=("int4", "float8"),
+        help="keep the weights of the model's blocks in 4 or 8 bits, in chapter 20's formats; the server says at its "
+        "start what that costs; default: as --dtype",
+    )  # fmt: skip
     model.add_argument("--threads", type=whole(1), help="of PyTorch on a CPU")
     http = parser.add_argument_group("HTTP")
     http.add_argument(

@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Complex, Float, Int
 from torch import Tensor
 
+from lib.fast.parts.narrow import Narrow, gate_and_add, one_int4_row
 from lib.fast.parts.packed import pointers
 from lib.given.kernels.mode import tl, triton
 
@@ -20,13 +21,14 @@ LONG_ROW = 4096  # terms from which a program reads longer pieces of fewer rows
 
 @triton.jit
 def one_row_kernel(
-    x, weight, gain, out, n_columns, n_terms, eps,
-    NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, EVEN: tl.constexpr,
+    x, weight, scales, gain, out, n_columns, n_terms, eps,
+    SCALED: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, EVEN: tl.constexpr,
     COLS: tl.constexpr, TERMS: tl.constexpr,
 ):  # fmt: skip
     """out [n_columns] is the product of weight [n_columns, n_terms] and x [n_terms]; a program computes COLS numbers
     of it.
 
+    With SCALED, each row of the weight is multiplied by its scale in scales.
     With NORM, x is first divided by its root mean square and multiplied by gain.
     With GATED the weight has twice as many rows, and out is silu of the first half's product times the second half's.
     With ADD the product is added to out. EVEN: TERMS divides n_terms.
@@ -50,36 +52,41 @@ def one_row_kernel(
         if GATED:
             second += tl.load(at + behind + start, mask=inside, other=0.0).to(tl.float32) * row[None, :]
     scale = tl.rsqrt(tl.sum(squares, 0) / n_terms + eps) if NORM else 1.0
-    total = tl.sum(first, 1) * scale
-    if GATED:
-        gate = total.to(dtype).to(tl.float32)
-        gate = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
-        total = gate * (tl.sum(second, 1) * scale).to(dtype).to(tl.float32)
-    if ADD:
-        total = total.to(dtype).to(tl.float32) + tl.load(out + columns, mask=is_column, other=0.0).to(tl.float32)
-    tl.store(out + columns, total.to(dtype), mask=is_column)
+    one, two = tl.sum(first, 1) * scale, tl.sum(second, 1) * scale
+    if SCALED:
+        one *= tl.load(scales + columns, mask=is_column, other=0.0)
+        if GATED:
+            two *= tl.load(scales + n_columns + columns, mask=is_column, other=0.0)
+    tl.store(out + columns, gate_and_add(one, two, out + columns, is_column, GATED, ADD), mask=is_column)
 
 
 def one_row(
-    x: Float[Tensor, "1 c"], weight: Float[Tensor, "f c"], gain: Tensor | None = None, eps: float = 0.0,
+    x: Float[Tensor, "1 c"], weight: Float[Tensor, "f c"] | Narrow, gain: Tensor | None = None, eps: float = 0.0,
     gated: bool = False, into: Tensor | None = None,
 ) -> Float[Tensor, "1 f"]:  # fmt: skip
-    """The product of one row with a weight ``[F, C]``; all tensors are contiguous and of one dtype.
+    """The product of one row with a weight ``[F, C]``; all tensors but a narrow weight are contiguous and of one
+    dtype.
 
     Args:
         x: ``[1, C]``.
-        weight: ``[F, C]``, or ``[2 F, C]`` if the product is gated.
+        weight: ``[F, C]``, or ``[2 F, C]`` if the product is gated; perhaps narrow.
         gain: ``[C]``; if given, the row is normalised (RMSNorm with ``eps``) and multiplied by it.
         eps: Of the norm.
         gated: Return ``silu(first half) * second half`` of the product.
         into: ``[1, F]``; if given, the product is added to it, in place.
     """
-    n_columns, n_terms = len(weight) // 2 if gated else len(weight), x.shape[1]
+    wide, scales = weight, None
+    if isinstance(weight, Narrow):
+        if weight.zeros is not None:
+            return one_int4_row(x, weight, gain, eps, gated, into)
+        wide, scales, _ = weight
+    n_columns, n_terms = len(wide) // 2 if gated else len(wide), x.shape[1]
     out = x.new_empty(1, n_columns) if into is None else into
     columns, terms, warps = (4, 2048, 4) if n_terms >= LONG_ROW else (8, 256, 4) if gated else (4, 1024, 4)
     one_row_kernel[(triton.cdiv(n_columns, columns),)](
-        x, weight, gain, out, n_columns, n_terms, eps, NORM=gain is not None, GATED=gated, ADD=into is not None,
-        EVEN=n_terms % terms == 0, COLS=columns, TERMS=terms, num_warps=warps, num_stages=1,
+        x, wide, scales, gain, out, n_columns, n_terms, eps, SCALED=scales is not None, NORM=gain is not None,
+        GATED=gated, ADD=into is not None, EVEN=n_terms % terms == 0, COLS=columns, TERMS=terms, num_warps=warps,
+        num_stages=1,
     )  # fmt: skip
     return out
 

@@ -1,0 +1,295 @@
+"""Weights of 4 and of 8 bits, and their products with the rows of a serving step.
+
+A decoding step reads every weight for a few rows, so its time is that of the bytes. These kernels read the narrow
+numbers and make them wide in registers: no wide weight is written to memory.
+Products of many rows are bound by arithmetic. For them a wide copy of one weight at a time is made.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Self
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from lib.given.kernels.int4 import dequantize_int4
+from lib.given.kernels.mode import tl, triton
+
+MANY_ROWS = 256  # above it a wide copy of the weight costs less than its arithmetic
+TERMS = 128  # of a float8 product that a program reads at a time
+COLUMNS = 32  # of a product of few rows that a program computes
+ROW_COLUMNS, ROW_GROUPS = (
+    4,
+    16,
+)  # of a product of one row: the columns of a program, and the groups that it reads at once
+
+
+class Narrow(NamedTuple):
+    """A weight ``[N, K]`` in chapter 20's formats.
+
+    Attributes:
+        numbers: float8_e4m3fn ``[N, K]``, or uint8 ``[N, K / 2]`` with two levels in a byte.
+        scales: float32, ``[N, 1]`` for float8, ``[N, groups]`` for levels.
+        zeros: uint8 ``[N, groups]``, the levels of the number 0; None for float8.
+    """
+
+    numbers: Tensor
+    scales: Float[Tensor, "n g"]
+    zeros: Tensor | None
+
+    @property
+    def n_columns(self) -> int:
+        """N: numbers in a row of the product."""
+        return len(self.numbers)
+
+    @property
+    def n_terms(self) -> int:
+        """K: numbers in a row that is multiplied."""
+        return self.numbers.shape[1] * (1 if self.zeros is None else 2)
+
+    @property
+    def group(self) -> int:
+        """Numbers that share a scale."""
+        return self.n_terms // self.scales.shape[1]
+
+
+class NarrowLinear(nn.Module):
+    """A linear layer for inference with a narrow weight.
+
+    Args:
+        weight: ``[N, K]``.
+        bias: ``[N]``, or None.
+    """
+
+    numbers: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    bias: Tensor | None
+
+    def __init__(self, weight: Narrow, bias: Tensor | None = None) -> None:
+        super().__init__()
+        for name, tensor in (weight._asdict() | {"bias": bias}).items():
+            self.register_buffer(name, tensor)
+
+    @property
+    def weights(self) -> Narrow:
+        """The weight, as the buffers hold it."""
+        return Narrow(self.numbers, self.scales, self.zeros)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """As a module's, but numbers and scales keep their dtypes: ``model.to(dtype)`` only moves them."""
+        device = fn(self.scales.new_empty(0)).device
+        for name in Narrow._fields:
+            if (tensor := getattr(self, name)) is not None:
+                setattr(self, name, tensor.to(device))
+        self.bias = None if self.bias is None else fn(self.bias)
+        return self
+
+    def forward(self, x: Float[Tensor, "... k"]) -> Float[Tensor, "... n"]:
+        """The product with the weight that ``dense`` makes, in the dtype of x; on a GPU by the kernels."""
+        rows = x.reshape(-1, x.shape[-1])
+        y = product(rows, self.weights) if x.is_cuda else nn.functional.linear(rows, dense(self.weights, x.dtype))
+        y = y if self.bias is None else y + self.bias.to(y.dtype)
+        return y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+def dense(weight: Narrow, dtype: torch.dtype) -> Float[Tensor, "n k"]:
+    """The wide weight."""
+    if weight.zeros is None:
+        return (weight.numbers.float() * weight.scales).to(dtype)
+    levels = torch.stack([weight.numbers & 15, weight.numbers >> 4], -1).flatten(1)
+    return dequantize_int4(levels, weight.scales, weight.zeros).to(dtype)
+
+
+def join(layers: Sequence[NarrowLinear]) -> Narrow:
+    """One weight of several layers, whose buffers become parts of it: no weight is in memory twice."""
+    wholes = list[Tensor | None]()
+    for name in Narrow._fields:
+        parts = [getattr(layer, name) for layer in layers]
+        if parts[0] is None:
+            wholes.append(None)
+            continue
+        whole = torch.cat([part.view(torch.uint8) for part in parts]).view(parts[0].dtype)  # it joins no float8
+        for layer, part in zip(layers, whole.split([len(part) for part in parts]), strict=True):
+            setattr(layer, name, part)
+        wholes.append(whole)
+    return Narrow(*wholes)  # type: ignore[arg-type]
+
+
+@triton.jit
+def gate_and_add(first, second, at, inside, GATED: tl.constexpr, ADD: tl.constexpr):
+    """What follows a product, before it is stored at ``at``: with GATED silu of the first times the second, with ADD
+    the sum with what is there. Each result is rounded to the dtype of ``at``, as kernels of their own would round it.
+    """
+    dtype = at.dtype.element_ty
+    total = first
+    if GATED:
+        gate = first.to(dtype).to(tl.float32)
+        gate = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+        total = gate * second.to(dtype).to(tl.float32)
+    if ADD:
+        total = total.to(dtype).to(tl.float32) + tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    return total.to(dtype)
+
+
+@triton.jit
+def products_of_groups(
+    packed, scales, zeros, columns, is_column, group, known, at, even, odd, sums, n_groups, GROUP: tl.constexpr
+):  # fmt: skip
+    """The products of some groups of some rows of levels with those of a row of numbers, added up over the groups.
+
+    A group's levels are multiplied first, and its scale and zero point applied to the sum: s (sum of q x - z sum of x).
+    """
+    inside, column = is_column[:, None] & known[None, :], columns.to(tl.int64) * n_groups
+    bytes_at = packed + (column * (GROUP // 2))[:, None, None] + at[None, :, :]
+    byte = tl.load(bytes_at, mask=inside[:, :, None], other=0)
+    found = tl.sum((byte & 15).to(tl.float32) * even[None, :, :] + (byte >> 4).to(tl.float32) * odd[None, :, :], 2)
+    where = column[:, None] + group[None, :]
+    origin = tl.load(zeros + where, mask=inside, other=0).to(tl.float32)
+    return tl.sum(tl.load(scales + where, mask=inside, other=0.0) * (found - origin * sums[None, :]), 1)
+
+
+@triton.jit
+def one_int4_row_kernel(
+    x, packed, scales, zeros, gain, out, n_columns, n_groups, eps,
+    NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr,
+    COLS: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """As `lib.fast.parts.rows.one_row_kernel`, for a weight of levels; GROUP numbers share a scale and a zero point.
+
+    Bytes moved: the levels and their scales once. FLOPs: two for each level.
+    """
+    columns, pairs = tl.program_id(0) * COLS + tl.arange(0, COLS), tl.arange(0, GROUP // 2)
+    is_column = columns < n_columns
+    dtype = out.dtype.element_ty
+    first, second = tl.zeros([COLS], tl.float32), tl.zeros([COLS], tl.float32)
+    squares = tl.zeros([GROUPS], tl.float32)
+    for start in range(0, n_groups, GROUPS):
+        group = start + tl.arange(0, GROUPS)
+        known, at = group < n_groups, group[:, None] * (GROUP // 2) + pairs[None, :]
+        even = tl.load(x + 2 * at, mask=known[:, None], other=0.0).to(tl.float32)
+        odd = tl.load(x + 2 * at + 1, mask=known[:, None], other=0.0).to(tl.float32)
+        if NORM:
+            squares += tl.sum(even * even + odd * odd, 1)
+            even *= tl.load(gain + 2 * at, mask=known[:, None], other=0.0).to(tl.float32)
+            odd *= tl.load(gain + 2 * at + 1, mask=known[:, None], other=0.0).to(tl.float32)
+            even, odd = even.to(dtype).to(tl.float32), odd.to(dtype).to(tl.float32)
+        sums = tl.sum(even + odd, 1)
+        first += products_of_groups(
+            packed, scales, zeros, columns, is_column, group, known, at, even, odd, sums, n_groups, GROUP
+        )
+        if GATED:
+            second += products_of_groups(
+                packed, scales, zeros, n_columns + columns, is_column, group, known, at, even, odd, sums, n_groups,
+                GROUP,
+            )  # fmt: skip
+    scale = tl.rsqrt(tl.sum(squares, 0) / (n_groups * GROUP) + eps) if NORM else 1.0
+    found = gate_and_add(first * scale, second * scale, out + columns, is_column, GATED, ADD)
+    tl.store(out + columns, found, mask=is_column)
+
+
+def one_int4_row(
+    x: Float[Tensor, "1 k"], weight: Narrow, gain: Tensor | None, eps: float, gated: bool, into: Tensor | None
+) -> Float[Tensor, "1 n"]:
+    """As `lib.fast.parts.rows.one_row`."""
+    assert weight.zeros is not None
+    n_columns = weight.n_columns // 2 if gated else weight.n_columns
+    out = x.new_empty(1, n_columns) if into is None else into
+    one_int4_row_kernel[(triton.cdiv(n_columns, ROW_COLUMNS),)](
+        x, weight.numbers, weight.scales, weight.zeros, gain, out, n_columns, weight.scales.shape[1], eps,
+        NORM=gain is not None, GATED=gated, ADD=into is not None, COLS=ROW_COLUMNS, GROUPS=ROW_GROUPS,
+        GROUP=weight.group, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def few_rows_kernel(
+    x, numbers, scales, zeros, out, n_rows, n_columns, n_terms,
+    LEVELS: tl.constexpr, TERMS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """A tile of rows of x [n_rows, n_terms] times a tile of a narrow weight [n_columns, n_terms], by tensor cores.
+
+    With LEVELS, TERMS is the size of a group, and the tile's levels are multiplied before the group's scale.
+    The grid is (tiles of columns, tiles of rows, parts): a part sums its share of the terms, into out
+    [parts, n_rows, n_columns].
+    """
+    columns, rows = tl.program_id(0) * COLS + tl.arange(0, COLS), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    is_column, is_row, column = columns < n_columns, rows < n_rows, columns.to(tl.int64)
+    part, n_parts, n_steps = tl.program_id(2), tl.num_programs(2), tl.cdiv(n_terms, TERMS)
+    total = tl.zeros([ROWS, COLS], tl.float32)
+    for step in range(part * n_steps // n_parts, (part + 1) * n_steps // n_parts):
+        terms = step * TERMS + tl.arange(0, TERMS)
+        row = tl.load(x + rows[:, None] * n_terms + terms, mask=is_row[:, None] & (terms < n_terms), other=0.0)
+        if LEVELS:
+            even, odd = tl.split(tl.reshape(row, [ROWS, TERMS // 2, 2]))
+            at = (column * (n_terms // 2))[None, :] + (step * (TERMS // 2) + tl.arange(0, TERMS // 2))[:, None]
+            byte = tl.load(numbers + at, mask=is_column[None, :], other=0)
+            origin = tl.load(zeros + column * n_steps + step, mask=is_column, other=0).to(tl.float32)[None, :]
+            low, high = (byte & 15).to(tl.float32) - origin, (byte >> 4).to(tl.float32) - origin
+            found = tl.dot(even, low.to(row.dtype), input_precision="ieee")
+            found = tl.dot(odd, high.to(row.dtype), found, input_precision="ieee")
+            total += found * tl.load(scales + column * n_steps + step, mask=is_column, other=0.0)[None, :]
+        else:
+            inside = is_column[None, :] & (terms < n_terms)[:, None]
+            weight = tl.load(numbers + (column * n_terms)[None, :] + terms[:, None], mask=inside, other=0.0)
+            total = tl.dot(row, weight.to(row.dtype), total, input_precision="ieee")
+    if not LEVELS:
+        total *= tl.load(scales + columns, mask=is_column, other=0.0)[None, :]
+    to = out + (part.to(tl.int64) * n_rows + rows[:, None]) * n_columns + columns[None, :]
+    tl.store(to, total.to(out.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
+
+
+@triton.jit
+def widen_kernel(numbers, scales, zeros, out, n_terms, LEVELS: tl.constexpr, GROUP: tl.constexpr, COLS: tl.constexpr):
+    """out [N, n_terms] is the wide weight; the grid is (N, pieces of COLS numbers)."""
+    row, pairs = tl.program_id(0).to(tl.int64), tl.program_id(1) * (COLS // 2) + tl.arange(0, COLS // 2)
+    terms = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    if LEVELS:
+        inside, where = 2 * pairs < n_terms, row * (n_terms // GROUP) + 2 * pairs // GROUP
+        byte = tl.load(numbers + row * (n_terms // 2) + pairs, mask=inside, other=0)
+        scale = tl.load(scales + where, mask=inside, other=0.0)
+        origin = tl.load(zeros + where, mask=inside, other=0).to(tl.float32)
+        low, high = ((byte & 15).to(tl.float32) - origin) * scale, ((byte >> 4).to(tl.float32) - origin) * scale
+        wide = tl.reshape(tl.join(low, high), [COLS])
+    else:
+        wide = tl.load(numbers + row * n_terms + terms, mask=terms < n_terms, other=0.0).to(tl.float32)
+        wide *= tl.load(scales + row)
+    tl.store(out + row * n_terms + terms, wide.to(out.dtype.element_ty), mask=terms < n_terms)
+
+
+def widen(weight: Narrow, dtype: torch.dtype) -> Float[Tensor, "n k"]:
+    """As ``dense``, by a kernel."""
+    out = torch.empty(weight.n_columns, weight.n_terms, dtype=dtype, device=weight.numbers.device)
+    widen_kernel[(weight.n_columns, triton.cdiv(weight.n_terms, 1024))](
+        *weight, out, weight.n_terms, LEVELS=weight.zeros is not None, GROUP=weight.group, COLS=1024
+    )
+    return out
+
+
+def product(x: Float[Tensor, "m k"], weight: Narrow) -> Float[Tensor, "m n"]:
+    """Rows times a narrow weight, by kernels; the terms are added up in float32."""
+    if len(x) > MANY_ROWS:
+        return nn.functional.linear(x, widen(weight, x.dtype))
+    x, n, levels = x.contiguous(), weight.n_columns, weight.zeros is not None
+    rows = min(64, max(16, triton.next_power_of_2(len(x))))
+    tiles = triton.cdiv(n, COLUMNS), triton.cdiv(len(x), rows)
+    parts = n_parts(tiles[0] * tiles[1], x.device)
+    out = x.new_empty(parts, len(x), n, dtype=torch.float32 if parts > 1 else x.dtype)
+    few_rows_kernel[(*tiles, parts)](
+        x, *weight, out, len(x), n, weight.n_terms, LEVELS=levels, TERMS=weight.group if levels else TERMS, ROWS=rows,
+        COLS=COLUMNS, num_warps=4, num_stages=3,
+    )  # fmt: skip
+    return out.sum(0).to(x.dtype) if parts > 1 else out[0]
+
+
+@functools.cache
+def n_processors(device: torch.device) -> int:
+    """Streaming multiprocessors of a GPU; 1 elsewhere."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def n_parts(n_programs: int, device: torch.device) -> int:
+    """Parts of the terms, a power of two up to 8: about as many as give each processor two programs."""
+    return 1 << min(3, max(0, (2 * n_processors(device) // n_programs).bit_length() - 1))

@@ -1,0 +1,98 @@
+"""Weights of 4 and 8 bits in the serving step: the products of the wide weights, and the same tokens."""
+
+import copy
+
+import pytest
+import torch
+from torch.nn.functional import linear, silu
+
+import lib.fast.serving as serving
+from lib.fast.decode import can_step
+from lib.fast.parts import narrow as parts
+from lib.fast.parts.narrow import Narrow, NarrowLinear, dense, join, product, widen
+from lib.fast.parts.rows import one_row
+from lib.given.kernels.mode import HAS_TRITON, NO_TRITON
+from lib.given.models.llama import LlamaConfig
+from lib.given.models.serving import Request
+from lib.llama import Llama, RMSNorm
+from lib.runs.serving.prefix import PrefixEngine
+from lib.runs.serving.quantized import matrices, narrow
+from lib.serving import Scheduler
+from tests.house.fast.test_decode import close, normal, on_both, served
+
+pytestmark = pytest.mark.skipif(not HAS_TRITON, reason=NO_TRITON)
+SMALL = LlamaConfig(vocab_size=23, dim=32, n_layers=1, n_heads=2, n_kv_heads=1, hidden_dim=64, context_len=32)
+KINDS = ("int4", "float8")
+
+
+@on_both
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_narrow_product_of_one_row(device, kind):
+    """Three groups, so the last read of groups is not full; columns that no tile divides."""
+    weight, x = narrow(normal(10, 96, device=device, seed=1), kind), normal(1, 96, device=device)
+    wide, norm = dense(weight, torch.float32), RMSNorm(96, 1e-3).to(device)
+    gain = norm.weight.data.copy_(1 + normal(96, device=device, seed=2))
+    close(one_row(x, weight), linear(x, wide))
+    close(one_row(x, weight, gain, 1e-3), linear(norm(x), wide), atol=1e-4)
+    gated = silu(linear(norm(x), wide[:5])) * linear(norm(x), wide[5:])
+    close(one_row(x, weight, gain, 1e-3, gated=True), gated, atol=1e-3)
+    stream = normal(1, 10, device=device, seed=3)
+    expected = stream + linear(x, wide)
+    assert one_row(x, weight, into=stream) is stream
+    close(stream, expected)
+
+
+@on_both
+@pytest.mark.parametrize("kind", KINDS)
+def test_narrow_products_of_more_rows(device, kind, monkeypatch):
+    """In one part and in four, with rows and columns that no tile divides, and by a wide copy."""
+    weight = narrow(normal(37, 160, device=device, seed=1), kind)
+    x, wide = normal(19, 160, device=device), dense(weight, torch.float32)
+    assert torch.equal(widen(weight, torch.float32), wide)
+    for n_parts in (1, 4):
+        monkeypatch.setattr(parts, "n_parts", lambda n_programs, device, n=n_parts: n)
+        close(product(x, weight), linear(x, wide), atol=1e-4)
+    monkeypatch.setattr(parts, "MANY_ROWS", 8)
+    close(product(x, weight), linear(x, wide), atol=1e-4)
+
+
+def test_layers_of_narrow_weights_are_joined_and_moved():
+    for kind in KINDS:
+        layers = [NarrowLinear(narrow(normal(n, 64, device="cpu"), kind)) for n in (3, 5)]
+        wide, x = torch.cat([dense(layer.weights, torch.float32) for layer in layers]), normal(2, 64, device="cpu")
+        whole = join(layers)
+        assert torch.equal(dense(whole, torch.float32), wide)
+        assert layers[0].numbers.data_ptr() == whole.numbers.data_ptr()
+        moved = layers[1].to(torch.bfloat16)
+        assert [t.dtype for t in moved.weights if t is not None] == [t.dtype for t in whole if t is not None]
+        assert torch.equal(moved(x), linear(x, wide[3:]))
+
+
+@on_both
+@pytest.mark.time_limit(120)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_tokens_as_with_the_wide_weights(device, kind, monkeypatch):
+    """On the plain way and on the fast one, alone and beside others, after prompts of several sizes."""
+    torch.manual_seed(0)
+    model = Llama(SMALL).eval().to(device)
+    for name, layer in list(matrices(model)):
+        weight = narrow(2 * layer.weight.detach(), kind)
+        layer.weight.data = dense(weight, torch.float32)
+        model.narrow = {**getattr(model, "narrow", {}), name: weight}
+    quantized = copy.deepcopy(model)
+    for name, weight in model.narrow.items():
+        quantized.set_submodule(name, NarrowLinear(Narrow(*weight)))
+
+    def requests():
+        settings = [(0.0, None), (1.0, None), (0.8, 5)]
+        return [Request([3, 1, 4, 1, 5][: 5 - i], 5, t, i, eos_id=end) for i, (t, end) in enumerate(settings)]
+
+    def tokens_of(net, asked):
+        return served(PrefixEngine(net, Scheduler(7, 9, 4)), asked)
+
+    expected = tokens_of(model, requests())
+    assert tokens_of(quantized, requests()) == expected
+    monkeypatch.setattr(serving.Runner, "is_fast", lambda engine: can_step(engine.model, engine.cache))
+    assert PrefixEngine(quantized, Scheduler(7, 9, 4)).steps is not None
+    assert tokens_of(quantized, requests()) == expected
+    assert tokens_of(quantized, requests()[:1]) == expected[:1]
