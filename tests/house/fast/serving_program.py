@@ -49,10 +49,9 @@ for numbers, levels in (("*u8", True), ("*fp8e4nv", False)):
     build(few_rows_kernel, ROW | weight, tile)
     build(few_rows_kernel, ROW | weight | {"out": F32}, tile | {"ROWS": 64})
     build(widen_kernel, ROW | weight, {"LEVELS": levels, "GROUP": 128, "COLS": 1024})
-    for norm, gated, add in ((True, True, False), (False, False, True)):
-        ways = {"NORM": norm, "GATED": gated, "ADD": add, "COLS": 4}
-        if levels:
-            build(one_int4_row_kernel, ROW | weight, ways | {"GROUPS": 16, "GROUP": 128})
-        else:
-            build(one_row_kernel, ROW | weight, ways | {"SCALED": True, "EVEN": True, "TERMS": 1024})
+    ways = {"NORM": True, "GATED": True, "ADD": True, "COLS": 4}
+    if levels:
+        build(one_int4_row_kernel, ROW | weight, ways | {"GROUPS": 16, "GROUP": 128})
+    else:
+        build(one_row_kernel, ROW | weight, ways | {"SCALED": True, "EVEN": True, "TERMS": 1024})
 print("compiled")
