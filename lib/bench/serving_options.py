@@ -57,7 +57,7 @@ class Sizes:
     short: int  # the same, with each format of the weights
 
 
-LARGE = Sizes(ONE_B, 6, 64, 256, (0.0, 0.05, 0.1, 0.2), (2, 4, 7), (1, 64), 1500, 400)
+LARGE = Sizes(ONE_B, 4, 64, 256, (0.0, 0.1), (2, 4, 7), (1, 64), 1500, 400)
 TINY = Sizes(replace(SMALL, vocab_size=256, n_layers=4, context_len=160), 2, 8, 24, (0.0, 0.5), (3,), (1, 2), 40, 20)
 
 

@@ -33,7 +33,8 @@ def narrow(weight: torch.Tensor, kind: str) -> Narrow:
     if group is None:
         raise ValueError(f"has rows of {weight.shape[1]} weights, expected a multiple of {GROUPS[-1]}")
     levels, scale, zero = quantize_int4(weight, group)
-    return Narrow(pack_int4(levels), scale, zero)
+    halves = levels.unflatten(1, (-1, 2, group // 2))
+    return Narrow(pack_int4(halves.transpose(2, 3).flatten(1)), scale, zero)
 
 
 def matrices(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:

@@ -21,6 +21,7 @@ SIZES = {"H": WHOLE, "G": WHOLE, "M": WHOLE, "Q": WHOLE, "scale": "fp32"}
 
 def build(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> None:
     """Compile a kernel whose parameters have these types or constant values."""
+    constants = {"EARLY": True} | constants
     known = dict.fromkeys(constants, "constexpr") | SIZES | types
     signature = {param.name: known[param.name] for param in kernel.params}
     places = {(i,): constants[p.name] for i, p in enumerate(kernel.params) if p.name in constants}
