@@ -20,9 +20,6 @@ from lib.given.kernels.mode import tl, triton
 MANY_ROWS = 256  # above it a wide copy of the weight costs less than its arithmetic
 TERMS = 128  # of a float8 product that a program reads at a time
 COLUMNS = 32  # of a product of few rows that a program computes
-    4,
-    16,
-)  # of a product of one row: the columns of a program, and the groups that it reads at once
 
 
 class Narrow(NamedTuple):
