@@ -7,7 +7,7 @@ layers and its head. What all further layers add is multiplied by a *damping*, f
 upwards, so the acceptance is made, not found; what is measured is the speed that each acceptance gives.
 ``prompt`` drafts from the text: greedy texts of such a model soon repeat themselves.
 
-Cache: seconds of a decoding step of 1 and 64 sequences of 1,500 different positions, and the change in the scores.
+Cache: seconds of a decoding step of 1, 8 and 64 sequences of 1,500 different positions, and the change in the scores.
 Weights: the same at 400 positions, with the blocks' weights in bfloat16, int4 and float8.
 
 Run ``python -m lib.bench.serving_options`` on a GPU; it writes ``chapters/measurements/serving_options.json``.
@@ -57,7 +57,7 @@ class Sizes:
     short: int  # the same, with each format of the weights
 
 
-LARGE = Sizes(ONE_B, 4, 64, 256, (0.0, 0.1), (2, 4, 7), (1, 64), 1500, 400)
+LARGE = Sizes(ONE_B, 4, 64, 256, (0.0, 0.1), (2, 4, 7), (1, 8, 64), 1500, 400)
 TINY = Sizes(replace(SMALL, vocab_size=256, n_layers=4, context_len=160), 2, 8, 24, (0.0, 0.5), (3,), (1, 2), 40, 20)
 
 

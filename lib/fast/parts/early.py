@@ -30,9 +30,12 @@ def wait_for_the_kernel_ahead(EARLY: tl.constexpr):
 
 
 @triton.jit
-def ask_for_rows(base, rows, n_rows, n_bytes, LINES: tl.constexpr):
-    """Have some rows of n_bytes each brought into the level 2 cache, LINES lines of memory at a time."""
-    row = tl.minimum(rows, n_rows - 1).to(tl.int64)[:, None] * n_bytes
+def ask_for_rows(base, rows, n_rows, row_bytes, n_bytes, LINES: tl.constexpr):
+    """Have the first n_bytes of some rows brought into the level 2 cache, LINES lines of memory at a time.
+
+    Rows are row_bytes apart; what would lie behind the last row is not read.
+    """
+    row = tl.minimum(rows, n_rows - 1).to(tl.int64)[:, None] * row_bytes
     for start in range(0, n_bytes, 128 * LINES):
         at = tl.minimum(start + 128 * tl.arange(0, LINES), n_bytes - 1)
         line = (base.to(tl.pointer_type(tl.uint8)) + row + at[None, :]).to(tl.int64)

@@ -17,7 +17,7 @@ from lib.fast.parts.early import ask_for_rows, launch_early, wait_for_the_kernel
 from lib.given.kernels.int4 import dequantize_int4
 from lib.given.kernels.mode import tl, triton
 
-MANY_ROWS = 256  # above it a wide copy of the weight costs less than its arithmetic
+MANY_ROWS = 64  # above it a wide copy of the weight costs less than its arithmetic
 TERMS = 128  # of a float8 product that a program reads at a time
 COLUMNS = 32  # of a product of few rows that a program computes
 
@@ -171,9 +171,9 @@ def one_int4_row_kernel(
     squares = tl.zeros([GROUPS], tl.float32)
     if EARLY:
         n_bytes = n_groups * (GROUP // 2)
-        ask_for_rows(packed, columns, n_columns, n_bytes, 16)
+        ask_for_rows(packed, columns, n_columns, n_bytes, n_bytes, 16)
         if GATED:
-            ask_for_rows(packed + n_columns.to(tl.int64) * n_bytes, columns, n_columns, n_bytes, 16)
+            ask_for_rows(packed + n_columns.to(tl.int64) * n_bytes, columns, n_columns, n_bytes, n_bytes, 16)
     wait_for_the_kernel_ahead(EARLY)
     for start in range(0, n_groups, GROUPS):
         group = start + tl.arange(0, GROUPS)
@@ -225,12 +225,17 @@ def few_rows_kernel(
     The grid is (tiles of columns, tiles of rows, parts): a part sums its share of the terms, into out
     [parts, n_rows, n_columns].
     """
-    wait_for_the_kernel_ahead(EARLY)
     columns, rows = tl.program_id(0) * COLS + tl.arange(0, COLS), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     is_column, is_row, column = columns < n_columns, rows < n_rows, columns.to(tl.int64)
     part, n_parts, n_steps = tl.program_id(2), tl.num_programs(2), tl.cdiv(n_terms, TERMS)
-    total = tl.zeros([ROWS, COLS], tl.float32)
-    for step in range(part * n_steps // n_parts, (part + 1) * n_steps // n_parts):
+    total, begin, end = tl.zeros([ROWS, COLS], tl.float32), part * n_steps // n_parts, (part + 1) * n_steps // n_parts
+    if EARLY:
+        row_bytes, step_bytes = n_terms // 2 if LEVELS else n_terms, TERMS // 2 if LEVELS else TERMS
+        first = numbers.to(tl.pointer_type(tl.uint8)) + begin * step_bytes
+        n_bytes = tl.minimum((end - begin) * step_bytes, row_bytes - begin * step_bytes)
+        ask_for_rows(first, columns, n_columns, row_bytes, n_bytes, 8)
+    wait_for_the_kernel_ahead(EARLY)
+    for step in range(begin, end):
         if LEVELS:
             half = tl.arange(0, TERMS // 2)
             x_at = x + rows[:, None] * n_terms + step * TERMS + half[None, :]
@@ -305,5 +310,5 @@ def n_processors(device: torch.device) -> int:
 
 
 def n_parts(n_programs: int, device: torch.device) -> int:
-    """Parts of the terms, a power of two up to 8: about as many as give each processor two programs."""
-    return 1 << min(3, max(0, (2 * n_processors(device) // n_programs).bit_length() - 1))
+    """Parts of the terms, a power of two up to 8: as many as give each processor at most three programs."""
+    return 1 << min(3, max(0, (3 * n_processors(device) // n_programs).bit_length() - 1))

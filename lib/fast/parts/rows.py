@@ -48,9 +48,9 @@ def one_row_kernel(
     behind = n_columns.to(tl.int64) * n_terms
     if EARLY:
         n_bytes = n_terms * (weight.dtype.element_ty.primitive_bitwidth // 8)
-        ask_for_rows(weight, columns, n_columns, n_bytes, 32)
+        ask_for_rows(weight, columns, n_columns, n_bytes, n_bytes, 32)
         if GATED:
-            ask_for_rows(weight + behind, columns, n_columns, n_bytes, 32)
+            ask_for_rows(weight + behind, columns, n_columns, n_bytes, n_bytes, 32)
     wait_for_the_kernel_ahead(EARLY)
     first, second = tl.zeros([COLS, TERMS], tl.float32), tl.zeros([COLS, TERMS], tl.float32)
     squares = tl.zeros([TERMS], tl.float32)
