@@ -75,7 +75,7 @@ def load(
         made = _from_transformers(folder, tokenizer)
     else:
         made = _from_runs(folder, tokenizer)
-    net, notes = made[0].requires_grad_(False), ()
+    net, notes = made[0].requires_grad_(False), tuple[str, ...]()
     try:
         if kind:
             notes = quantize_model(net, kind, made[1], dtype, device).notes(kind, dtype)
