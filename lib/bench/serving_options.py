@@ -1,4 +1,5 @@
-"""Time what the server's flags for drafts and for a cache in 8 bits buy, on a Llama of a billion parameters.
+"""Time what the server's flags for drafts, for a cache in 8 bits and for narrow weights buy, on a Llama of a billion
+parameters.
 
 Drafts, at one request at a time: tokens a second with and without. The weights are random, so a small model that was
 trained with the large one does not exist. In its place the draft is the large model's own beginning: its first two
@@ -6,7 +7,8 @@ layers and its head. What all further layers add is multiplied by a *damping*, f
 upwards, so the acceptance is made, not found; what is measured is the speed that each acceptance gives.
 ``prompt`` drafts from the text: greedy texts of such a model soon repeat themselves.
 
-Cache: seconds of a decoding step of 1 and 64 sequences of 1,500 different positions, and the change in the scores.
+Cache: seconds of a decoding step of 1, 8 and 64 sequences of 1,500 different positions, and the change in the scores.
+Weights: the same at 400 positions, with the blocks' weights in bfloat16, int4 and float8.
 
 Run ``python -m lib.bench.serving_options`` on a GPU; it writes ``chapters/measurements/serving_options.json``.
 ``--tiny --device cpu`` tries the program.
@@ -32,6 +34,7 @@ from lib.runs.serving.draft import DraftEngine
 from lib.runs.serving.drafters import ModelDrafter
 from lib.runs.serving.packed import measure_cost, position_bytes
 from lib.runs.serving.prefix import PrefixEngine
+from lib.runs.serving.quantized import FORMATS, matrices, quantize_model
 from lib.runs.serving.text import ByteTokenizer
 from lib.serving import Scheduler
 
@@ -50,11 +53,12 @@ class Sizes:
     dampings: tuple[float, ...]
     drafted: tuple[int, ...]
     batches: tuple[int, ...]
-    length: int  # positions of each sequence whose step is timed
+    length: int  # positions of each sequence whose step is timed with each cache
+    short: int  # the same, with each format of the weights
 
 
-LARGE = Sizes(ONE_B, 6, 64, 256, (0.0, 0.05, 0.1, 0.2), (2, 4, 7), (1, 64), 1500)
-TINY = Sizes(replace(SMALL, vocab_size=256, n_layers=4, context_len=160), 2, 8, 24, (0.0, 0.5), (3,), (1, 2), 40)
+LARGE = Sizes(ONE_B, 4, 64, 256, (0.0, 0.1), (2, 4, 7), (1, 8, 64), 1500, 400)
+TINY = Sizes(replace(SMALL, vocab_size=256, n_layers=4, context_len=160), 2, 8, 24, (0.0, 0.5), (3,), (1, 2), 40, 20)
 
 
 def make_models(sizes: Sizes, damping: float, device: torch.device, dtype: torch.dtype) -> tuple[Llama, Llama]:
@@ -116,7 +120,7 @@ def time_caches(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> dict[
     model, _ = make_models(sizes, 1.0, device, dtype)
     for kind in (None, "int8", "float8"):
         engine: Any = PrefixEngine(model, Scheduler(MAX_TOKENS, n_blocks, BLOCK_SIZE), cache_format=kind)
-        steps = {n: step_seconds(engine, sizes, n) for n in sizes.batches}
+        steps = {n: step_seconds(engine, sizes, n, sizes.length) for n in sizes.batches}
         cost = measure_cost(model, ByteTokenizer(), kind)._asdict() if kind else None
         found[kind or "wide"] = {"position_bytes": position_bytes(sizes.config, dtype, kind), "step_s": steps,
                                  "is_fast": engine.steps is not None, "cost": cost}  # fmt: skip
@@ -125,11 +129,29 @@ def time_caches(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> dict[
     return found
 
 
-def step_seconds(engine: Any, sizes: Sizes, n: int) -> dict[str, float]:
+def time_weights(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """Of each format: bytes of the blocks' weights, seconds of a step, and what it changes in the scores."""
+    found = dict[str, Any]()
+    n_blocks = max(sizes.batches) * -(-(sizes.short + 2 * N_STEPS) // BLOCK_SIZE)
+    for kind in (None, *FORMATS):
+        model, _ = make_models(sizes, 1.0, device, dtype)
+        made = quantize_model(model, kind, ByteTokenizer(), dtype, device) if kind else None
+        engine: Any = PrefixEngine(model, Scheduler(MAX_TOKENS, n_blocks, BLOCK_SIZE))
+        steps = {n: step_seconds(engine, sizes, n, sizes.short) for n in sizes.batches}
+        bytes_read = made.n_bytes if made else sum(m.weight.nbytes for _, m in matrices(model))
+        cost = made.cost._asdict() if made and made.cost else None
+        found[kind or "wide"] = {"weight_bytes": bytes_read, "step_s": steps, "is_fast": engine.steps is not None,
+                                 "cost": cost}  # fmt: skip
+        print(kind or "wide", found[kind or "wide"], flush=True)
+        del engine, model
+    return found
+
+
+def step_seconds(engine: Any, sizes: Sizes, n: int, length: int) -> dict[str, float]:
     """Time of a step in which each of n sequences gets one token; none shares a block with another."""
     chance = random.Random(n)
     requests = [
-        Request([chance.randrange(sizes.config.vocab_size) for _ in range(sizes.length)], 2 * N_STEPS) for _ in range(n)
+        Request([chance.randrange(sizes.config.vocab_size) for _ in range(length)], 2 * N_STEPS) for _ in range(n)
     ]
     for request in requests:
         engine.submit(request)
@@ -159,8 +181,8 @@ def main(argv: list[str] | None = None) -> None:
         "tiny": options.tiny, "dtype": str(dtype).removeprefix("torch."), "settings": vars(sizes) | {
             "config": vars(sizes.config), "draft_layers": N_FIRST},
     }  # fmt: skip
-    results["caches"] = time_caches(sizes, device, dtype)
-    results["drafts"] = time_drafts(sizes, device, dtype)
+    for name, measure in (("weights", time_weights), ("caches", time_caches), ("drafts", time_drafts)):
+        results[name] = measure(sizes, device, dtype)
     record("serving_options", results, options.folder)
 
 

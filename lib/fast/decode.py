@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lib.fast.attention.paged import Tiles, prompt_attention
 from lib.fast.models import capture
+from lib.fast.parts.narrow import Narrow, NarrowLinear, join, product
 from lib.fast.parts.packed import Packed, packed_attention_kernel, pointers
 from lib.fast.parts.rows import add_norm, embed, gate, merge, one_row, rotate_and_store
 from lib.given.kernels.mode import HAS_TRITON, INTERPRETED, triton
@@ -32,24 +33,26 @@ class Layer(NamedTuple):
     """The weights of a block, those of one product side by side."""
 
     attention_norm: Tensor
-    wqkv: Tensor
-    wo: Tensor
+    wqkv: Tensor | Narrow
+    wo: Tensor | Narrow
     ffn_norm: Tensor
-    w13: Tensor
-    w2: Tensor
+    w13: Tensor | Narrow
+    w2: Tensor | Narrow
 
 
 def can_step(model: Any, cache: Any) -> bool:
-    """Whether `Steps` can run a model: a plain ``Llama`` of one floating dtype on a GPU, or in the interpreter."""
+    """Whether `Steps` can run a model: a plain ``Llama`` of one floating dtype on a GPU, or in the interpreter.
+
+    The matrices of its blocks may be narrow.
+    """
     if not HAS_TRITON or not hasattr(model, "tok_embeddings") or not hasattr(model, "rope"):
         return False
     weights = list(model.parameters())
-    layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    layers = [module for module in model.modules() if isinstance(module, nn.Linear | NarrowLinear)]
     names = {"wq", "wk", "wv", "wo", "w1", "w2", "w3"}
-    plain = all(type(layer) is nn.Linear and layer.bias is None for layer in layers)
-    found = {
-        name.rpartition(".")[2] for name, module in model.layers[0].named_modules() if isinstance(module, nn.Linear)
-    }
+    plain = all(type(layer) in (nn.Linear, NarrowLinear) and layer.bias is None for layer in layers)
+    block = model.layers[0].named_modules()
+    found = {name.rpartition(".")[2] for name, module in block if isinstance(module, nn.Linear | NarrowLinear)}
     one_kind = {(w.dtype, w.device) for w in weights} == {(cache.keys.dtype, cache.keys.device)}
     places = (cache.keys.is_cuda or INTERPRETED) and can_read(cache.keys)
     head_dim = cache.keys.shape[-1]
@@ -64,12 +67,21 @@ def can_read(pool: Any) -> bool:
     return not is_float8 or not pool.is_cuda or torch.cuda.get_device_capability(pool.device) >= (8, 9)
 
 
-def side_by_side(*layers: nn.Linear) -> Tensor:
+def side_by_side(*layers: Any) -> Tensor | Narrow:
     """One weight of several layers, whose parameters become parts of it: no weight is in memory twice."""
+    if isinstance(layers[0], NarrowLinear):
+        return join(layers)
+    if len(layers) == 1:
+        return layers[0].weight.detach()
     whole = torch.cat([layer.weight.detach() for layer in layers])
     for layer, part in zip(layers, whole.split([len(layer.weight) for layer in layers]), strict=True):
         layer.weight.data = part
     return whole
+
+
+def times(x: Float[Tensor, "n c"], weight: Tensor | Narrow) -> Float[Tensor, "n f"]:
+    """The product of rows with a weight, wide or narrow."""
+    return product(x, weight) if isinstance(weight, Narrow) else nn.functional.linear(x, weight)
 
 
 class Steps:
@@ -111,9 +123,8 @@ class Steps:
     @staticmethod
     def _layer(block: Any) -> Layer:
         a, f = block.attention, block.feed_forward
-        wqkv, w13 = side_by_side(a.wq, a.wk, a.wv), side_by_side(f.w1, f.w3)
-        norms = block.attention_norm.weight.detach(), block.ffn_norm.weight.detach()
-        return Layer(norms[0], wqkv, a.wo.weight.detach(), norms[1], w13, f.w2.weight.detach())
+        wqkv, wo, w13, w2 = (side_by_side(*layers) for layers in ((a.wq, a.wk, a.wv), (a.wo,), (f.w1, f.w3), (f.w2,)))
+        return Layer(block.attention_norm.weight.detach(), wqkv, wo, block.ffn_norm.weight.detach(), w13, w2)
 
     def wait(self) -> None:
         """Wait until the device has read the last step's ``fields`` and ``tables``."""
@@ -185,15 +196,15 @@ class Steps:
             if alone:
                 qkv = one_row(x, layer.wqkv, layer.attention_norm, eps)
             else:
-                qkv = nn.functional.linear(add_norm(x, added, layer.attention_norm, eps), layer.wqkv)
+                qkv = times(add_norm(x, added, layer.attention_norm, eps), layer.wqkv)
             rotate_and_store(qkv, self.model.rope, positions, slots, cache.keys[i], cache.values[i])
             mean = attend(i, qkv).reshape(len(x), -1)
             if alone:
                 one_row(mean, layer.wo, into=x)
                 one_row(one_row(x, layer.w13, layer.ffn_norm, eps, gated=True), layer.w2, into=x)
             else:
-                normed = add_norm(x, nn.functional.linear(mean, layer.wo), layer.ffn_norm, eps)
-                added = nn.functional.linear(gate(nn.functional.linear(normed, layer.w13)), layer.w2)
+                normed = add_norm(x, times(mean, layer.wo), layer.ffn_norm, eps)
+                added = times(gate(times(normed, layer.w13)), layer.w2)
         return x, added
 
     def _logits(self, x: Tensor, added: Tensor | None, rows: Tensor | None = None) -> Tensor:

@@ -63,6 +63,11 @@ def make_parser() -> Parser:
     )
     model.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     model.add_argument("--dtype", choices=DTYPES, help="of weights and cache; default: bf16 on a GPU, float32 on a CPU")
+    model.add_argument(
+        "--quantize", choices=("int4", "float8"),
+        help="keep the weights of the model's blocks in 4 or 8 bits, in chapter 20's formats; the server says at its "
+        "start what that costs; default: as --dtype",
+    )  # fmt: skip
     model.add_argument("--threads", type=whole(1), help="of PyTorch on a CPU")
     http = parser.add_argument_group("HTTP")
     http.add_argument(
@@ -77,6 +82,10 @@ def make_parser() -> Parser:
         help=f"what clients must present; default: {KEY_VARIABLE}, which other users of the machine do not see",
     )
     http.add_argument("--grace", type=positive, default=120.0, help="seconds after SIGTERM for what has begun")
+    http.add_argument(
+        "--stall", type=positive, default=60.0,
+        help="seconds without a step, while there are requests, after which /health says 503",
+    )  # fmt: skip
     load = parser.add_argument_group("load")
     load.add_argument(
         "--max-queue", "--queue", dest="queue", type=whole(1), default=256,
@@ -143,7 +152,7 @@ def make_service(options: Any) -> Any:
     metrics.tell_path(ready.path[0])
     metrics.position_bytes.set(ready.position_bytes)
     return Service(
-        name=ready.name, tokenizer=ready.tokenizer, link=Link(connection, options.queue, metrics, begun),
+        name=ready.name, tokenizer=ready.tokenizer, link=Link(connection, options.queue, metrics, begun, options.stall),
         metrics=metrics, vocab_size=ready.vocab_size, context_len=ready.context_len, template=ready.template,
         key=options.api_key, aliases=(options.model,), path=ready.path[1],
         notes=ready.notes,

@@ -26,7 +26,9 @@ from lib.fast.parts.float8 import cast_both
 from lib.fast.parts.gelu import bias_gelu
 from lib.fast.parts.grouped import grouped_matmul_fast, weight_gradients_fast
 from lib.fast.parts.loss import linear_cross_entropy
+from lib.fast.parts.narrow import product
 from lib.fast.parts.norms import norm_and_bias
+from lib.fast.parts.rows import one_row
 from lib.flash_attention import FlashAttentionTriton, flash_attention
 from lib.given.kernels.int4 import launch_int4_matmul
 from lib.given.kernels.window import launch_window
@@ -34,6 +36,7 @@ from lib.given.models.llama import LlamaConfig
 from lib.low_precision import absmax_scale, int4_matmul_kernel, pack_int4, quantize, quantize_int4, scaled_matmul
 from lib.moe import grouped_matmul
 from lib.runs.flags import ProgramParser
+from lib.runs.serving.quantized import narrow
 from lib.serving import PagedCache, paged_attention
 from lib.triton_kernels import matmul, rms_norm, softmax_rows, vector_add, weighted_sum
 
@@ -69,6 +72,18 @@ def run_paged(device: str) -> None:
                 lambda q=q, c=cache, s=sequences, n=parts: paged_attention(q, c, s, 0, n),
                 device,
             )
+
+
+def run_narrow(device: str) -> None:
+    """Products with weights of 4 and 8 bits: of one row, of a few, and of many, with columns that no tile divides."""
+    for kind in ("int4", "float8"):
+        weight = narrow(torch.randn(38, 96, device=device), kind)
+        for rows in (1, 3, 260):
+            x = torch.randn(rows, 96, device=device)
+            one = rows == 1
+            run(f"narrow {kind}, {rows}", lambda x=x, w=weight, f=one_row if one else product: f(x, w), device)
+        x, gain = torch.randn(1, 96, device=device), torch.ones(96, device=device)
+        run(f"narrow {kind}, gated", lambda x=x, w=weight, g=gain: one_row(x, w, g, 1e-5, gated=True), device)
 
 
 def run_windows(device: str) -> None:
@@ -179,6 +194,7 @@ def main() -> None:
             fast = f"attention 128 with dS through memory, {heads} heads, {t} x {s}"
             run(fast, lambda q=q, k=k, v=v, c=causal: flash_attention_fast(q, k, v, c), device)
     run_paged(device)
+    run_narrow(device)
     run_windows(device)
     run_grouped(device)
     run_mlp(device)

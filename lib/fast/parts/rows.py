@@ -12,21 +12,31 @@ import torch
 from jaxtyping import Complex, Float, Int
 from torch import Tensor
 
+from lib.fast.parts.early import ask_for_rows, launch_early, wait_for_the_kernel_ahead
+from lib.fast.parts.narrow import Narrow, gate_and_add, one_int4_row
 from lib.fast.parts.packed import pointers
 from lib.given.kernels.mode import tl, triton
 
 LONG_ROW = 4096  # terms from which a program reads longer pieces of fewer rows
+TILES = {
+    "wide": ((4, 2048, 4), (4, 1024, 4), (4, 2048, 4)),
+    "float8": ((4, 2048, 4), (8, 512, 4), (4, 1024, 4)),
+    "int4": ((2, 64, 4), (4, 16, 4), (4, 16, 4)),
+}
+"""Of a product of one row with long rows of the weight, of a gated one, and of any other: the columns of a program,
+the terms (for int4 the groups) that it reads at a time, and its warps. As measured on an H200."""
 
 
 @triton.jit
 def one_row_kernel(
-    x, weight, gain, out, n_columns, n_terms, eps,
-    NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, EVEN: tl.constexpr,
-    COLS: tl.constexpr, TERMS: tl.constexpr,
+    x, weight, scales, gain, out, n_columns, n_terms, eps,
+    SCALED: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, EVEN: tl.constexpr,
+    COLS: tl.constexpr, TERMS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """out [n_columns] is the product of weight [n_columns, n_terms] and x [n_terms]; a program computes COLS numbers
     of it.
 
+    With SCALED, each row of the weight is multiplied by its scale in scales.
     With NORM, x is first divided by its root mean square and multiplied by gain.
     With GATED the weight has twice as many rows, and out is silu of the first half's product times the second half's.
     With ADD the product is added to out. EVEN: TERMS divides n_terms.
@@ -36,6 +46,12 @@ def one_row_kernel(
     is_column = columns < n_columns
     at = weight + columns.to(tl.int64)[:, None] * n_terms + terms[None, :]
     behind = n_columns.to(tl.int64) * n_terms
+    if EARLY:
+        n_bytes = n_terms * (weight.dtype.element_ty.primitive_bitwidth // 8)
+        ask_for_rows(weight, columns, n_columns, n_bytes, n_bytes, 32)
+        if GATED:
+            ask_for_rows(weight + behind, columns, n_columns, n_bytes, n_bytes, 32)
+    wait_for_the_kernel_ahead(EARLY)
     first, second = tl.zeros([COLS, TERMS], tl.float32), tl.zeros([COLS, TERMS], tl.float32)
     squares = tl.zeros([TERMS], tl.float32)
     dtype = out.dtype.element_ty
@@ -50,43 +66,48 @@ def one_row_kernel(
         if GATED:
             second += tl.load(at + behind + start, mask=inside, other=0.0).to(tl.float32) * row[None, :]
     scale = tl.rsqrt(tl.sum(squares, 0) / n_terms + eps) if NORM else 1.0
-    total = tl.sum(first, 1) * scale
-    if GATED:
-        gate = total.to(dtype).to(tl.float32)
-        gate = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
-        total = gate * (tl.sum(second, 1) * scale).to(dtype).to(tl.float32)
-    if ADD:
-        total = total.to(dtype).to(tl.float32) + tl.load(out + columns, mask=is_column, other=0.0).to(tl.float32)
-    tl.store(out + columns, total.to(dtype), mask=is_column)
+    one, two = tl.sum(first, 1) * scale, tl.sum(second, 1) * scale
+    if SCALED:
+        one *= tl.load(scales + columns, mask=is_column, other=0.0)
+        if GATED:
+            two *= tl.load(scales + n_columns + columns, mask=is_column, other=0.0)
+    tl.store(out + columns, gate_and_add(one, two, out + columns, is_column, GATED, ADD), mask=is_column)
 
 
 def one_row(
-    x: Float[Tensor, "1 c"], weight: Float[Tensor, "f c"], gain: Tensor | None = None, eps: float = 0.0,
+    x: Float[Tensor, "1 c"], weight: Float[Tensor, "f c"] | Narrow, gain: Tensor | None = None, eps: float = 0.0,
     gated: bool = False, into: Tensor | None = None,
 ) -> Float[Tensor, "1 f"]:  # fmt: skip
-    """The product of one row with a weight ``[F, C]``; all tensors are contiguous and of one dtype.
+    """The product of one row with a weight ``[F, C]``; all tensors but a narrow weight are contiguous and of one
+    dtype.
 
     Args:
         x: ``[1, C]``.
-        weight: ``[F, C]``, or ``[2 F, C]`` if the product is gated.
+        weight: ``[F, C]``, or ``[2 F, C]`` if the product is gated; perhaps narrow.
         gain: ``[C]``; if given, the row is normalised (RMSNorm with ``eps``) and multiplied by it.
         eps: Of the norm.
         gated: Return ``silu(first half) * second half`` of the product.
         into: ``[1, F]``; if given, the product is added to it, in place.
     """
-    n_columns, n_terms = len(weight) // 2 if gated else len(weight), x.shape[1]
+    way = 0 if x.shape[1] >= LONG_ROW else 1 if gated else 2
+    if isinstance(weight, Narrow) and weight.zeros is not None:
+        return one_int4_row(x, weight, gain, eps, gated, into, TILES["int4"][way])
+    wide, scales, _ = weight if isinstance(weight, Narrow) else (weight, None, None)
+    n_columns, n_terms = len(wide) // 2 if gated else len(wide), x.shape[1]
     out = x.new_empty(1, n_columns) if into is None else into
-    columns, terms, warps = (4, 2048, 4) if n_terms >= LONG_ROW else (8, 256, 4) if gated else (4, 1024, 4)
+    columns, terms, warps = TILES["wide" if scales is None else "float8"][way]
     one_row_kernel[(triton.cdiv(n_columns, columns),)](
-        x, weight, gain, out, n_columns, n_terms, eps, NORM=gain is not None, GATED=gated, ADD=into is not None,
-        EVEN=n_terms % terms == 0, COLS=columns, TERMS=terms, num_warps=warps, num_stages=1,
+        x, wide, scales, gain, out, n_columns, n_terms, eps, SCALED=scales is not None, NORM=gain is not None,
+        GATED=gated, ADD=into is not None, EVEN=n_terms % terms == 0, COLS=columns, TERMS=terms, num_warps=warps,
+        num_stages=1, **launch_early(x.device),
     )  # fmt: skip
     return out
 
 
 @triton.jit
-def add_norm_kernel(x, added, gain, out, n_columns, eps, ADD: tl.constexpr, COLS: tl.constexpr):
+def add_norm_kernel(x, added, gain, out, n_columns, eps, ADD: tl.constexpr, COLS: tl.constexpr, EARLY: tl.constexpr):
     """x += added, in place, and out is x over its root mean square times gain; a program has one row."""
+    wait_for_the_kernel_ahead(EARLY)
     columns = tl.arange(0, COLS)
     inside, at = columns < n_columns, tl.program_id(0).to(tl.int64) * n_columns + columns
     row = tl.load(x + at, mask=inside, other=0.0)
@@ -105,14 +126,16 @@ def add_norm(
     """Add ``added`` to the residual stream x, in place, and return RMSNorm of the sum."""
     out = torch.empty_like(x)
     add_norm_kernel[(len(x),)](
-        x, added, gain, out, x.shape[1], eps, ADD=added is not None, COLS=triton.next_power_of_2(x.shape[1])
-    )
+        x, added, gain, out, x.shape[1], eps, ADD=added is not None, COLS=triton.next_power_of_2(x.shape[1]),
+        **launch_early(x.device),
+    )  # fmt: skip
     return out
 
 
 @triton.jit
-def gate_kernel(x, out, n_columns, COLS: tl.constexpr):
+def gate_kernel(x, out, n_columns, COLS: tl.constexpr, EARLY: tl.constexpr):
     """out [n, n_columns] is silu of the first half of each row of x [n, 2 n_columns] times the second half."""
+    wait_for_the_kernel_ahead(EARLY)
     row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * COLS + tl.arange(0, COLS)
     inside = columns < n_columns
     first = tl.load(x + 2 * row * n_columns + columns, mask=inside, other=0.0)
@@ -126,20 +149,21 @@ def gate(x: Float[Tensor, "n 2f"]) -> Float[Tensor, "n f"]:
     """``silu(first half) * second half`` of each row."""
     n_columns = x.shape[1] // 2
     out = x.new_empty(len(x), n_columns)
-    gate_kernel[(len(x), triton.cdiv(n_columns, 1024))](x, out, n_columns, COLS=1024)
+    gate_kernel[(len(x), triton.cdiv(n_columns, 1024))](x, out, n_columns, COLS=1024, **launch_early(x.device))
     return out
 
 
 @triton.jit
 def rotate_and_store_kernel(
     qkv, rope, positions, slots, keys, values, key_scales, value_scales, H, G,
-    D: tl.constexpr, PAIRS: tl.constexpr, LARGEST: tl.constexpr,
+    D: tl.constexpr, PAIRS: tl.constexpr, LARGEST: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Rotate one head of one token in place, and copy it into its slot if it is a key or a value.
 
     If LARGEST is not 0, the copy is in 8 bits, a multiple of its scale: integers up to 127, or float8 up to 448.
     The grid is (tokens, H + 2 G).
     """
+    wait_for_the_kernel_ahead(EARLY)
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     pairs = tl.arange(0, PAIRS)
     inside = pairs < D // 2
@@ -193,12 +217,14 @@ def rotate_and_store(
     rotate_and_store_kernel[(len(qkv), n_heads + 2 * n_kv_heads)](
         qkv, torch.view_as_real(rope), positions, slots, k, v, k_scales, v_scales, n_heads, n_kv_heads,
         D=width, PAIRS=triton.next_power_of_2(max(1, width // 2)), LARGEST=largest, num_warps=1,
+        **launch_early(qkv.device),
     )  # fmt: skip
 
 
 @triton.jit
-def merge_kernel(o, lse, out, H, D, PARTS: tl.constexpr, WIDTH: tl.constexpr):
+def merge_kernel(o, lse, out, H, D, PARTS: tl.constexpr, WIDTH: tl.constexpr, EARLY: tl.constexpr):
     """out [B, H, D] joins the attention o [PARTS, B, H, D] to each part by the parts' logsumexp; the grid is (B, H)."""
+    wait_for_the_kernel_ahead(EARLY)
     row, parts, dims = tl.program_id(0).to(tl.int64) * H + tl.program_id(1), tl.arange(0, PARTS), tl.arange(0, WIDTH)
     n_rows = tl.num_programs(0).to(tl.int64) * H
     own = tl.load(lse + parts * n_rows + row)
@@ -215,13 +241,16 @@ def merge(o: Float[Tensor, "p b h d"], lse: Float[Tensor, "p b h"], dtype: torch
     """Attention to all positions from that to each of P parts, P a power of two; 0 where no part has a position."""
     n_parts, batch, n_heads, width = o.shape
     out = torch.empty(batch, n_heads, width, dtype=dtype, device=o.device)
-    merge_kernel[(batch, n_heads)](o, lse, out, n_heads, width, PARTS=n_parts, WIDTH=triton.next_power_of_2(width))
+    merge_kernel[(batch, n_heads)](
+        o, lse, out, n_heads, width, PARTS=n_parts, WIDTH=triton.next_power_of_2(width), **launch_early(o.device)
+    )
     return out
 
 
 @triton.jit
-def embed_kernel(tokens, sampled, weight, out, n_columns, COLS: tl.constexpr):
+def embed_kernel(tokens, sampled, weight, out, n_columns, COLS: tl.constexpr, EARLY: tl.constexpr):
     """out [n, n_columns] has the row of weight for each token; a token of -1 - i stands for sampled[i]."""
+    wait_for_the_kernel_ahead(EARLY)
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(tokens + row)
     if token < 0:
@@ -236,6 +265,6 @@ def embed(tokens: Int[Tensor, " n"], sampled: Int[Tensor, " m"], weight: Float[T
     """Rows of an embedding table; a token of ``-1 - i`` stands for ``sampled[i]``, which only the device knows yet."""
     out = weight.new_empty(len(tokens), weight.shape[1])
     embed_kernel[(len(tokens), triton.cdiv(weight.shape[1], 1024))](
-        tokens, sampled, weight, out, weight.shape[1], COLS=1024
+        tokens, sampled, weight, out, weight.shape[1], COLS=1024, **launch_early(weight.device)
     )
     return out

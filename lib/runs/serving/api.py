@@ -225,7 +225,7 @@ def _add_routes(app: FastAPI, service: Service) -> None:
 
     @app.get("/health")
     async def health() -> Response:
-        if fault := service.link.error or service.link.unhealthy:
+        if fault := service.link.error or service.link.unhealthy or service.link.stalled:
             raise failed(fault)
         return JSONResponse({"status": "ok"})
 

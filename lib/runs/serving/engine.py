@@ -66,7 +66,8 @@ def build(options: Any, counts: Counter[str]) -> tuple[Any, Ready]:
     warm_up(engine)
     ready = Ready(
         served.name, served.tokenizer, served.template, config.vocab_size, config.context_len, scheduler.n_blocks,
-        describe_path(engine), describe_draft(options) + describe_cache(served, options, dtype), per_position,
+        describe_path(engine), served.notes + describe_draft(options) + describe_cache(served, options, dtype),
+        per_position,
     )  # fmt: skip
     return engine, ready
 

@@ -27,6 +27,7 @@ class Link:
         max_waiting: Requests that may wait for room in the engine.
         metrics: Counts what happens.
         process: The worker's; None if it runs in a thread of this one.
+        stall_s: Seconds in which an engine that works should have reported a step.
 
     Attributes:
         error: Why the engine takes no more steps and the server ends; None while it works.
@@ -35,9 +36,11 @@ class Link:
 
     def __init__(
         self, connection: Connection, max_waiting: int, metrics: Metrics,
-        process: multiprocessing.process.BaseProcess | None = None,
+        process: multiprocessing.process.BaseProcess | None = None, stall_s: float = 60.0,
     ) -> None:  # fmt: skip
         self.connection, self.max_waiting, self.metrics, self.process = connection, max_waiting, metrics, process
+        self.stall_s = stall_s
+        self._expected_since: float | None = None  # a report is due: something was sent, or requests run
         self.error: EngineFailed | None = None
         self.unhealthy: EngineUnhealthy | None = None
         self._jobs: dict[int, Job] = {}
@@ -57,6 +60,14 @@ class Link:
         if self.process is not None:
             self.process.join(END_S)
             self.process.kill()
+
+    @property
+    def stalled(self) -> EngineUnhealthy | None:
+        """Why nobody should wait for the engine, if it has been silent for too long; the next report ends that."""
+        silent_s = 0.0 if self._expected_since is None else time.monotonic() - self._expected_since
+        if silent_s < self.stall_s:
+            return None
+        return EngineUnhealthy(f"the engine has taken no step for {silent_s:.0f} s, although it has requests")
 
     async def submit(self, job: Job) -> None:
         """Hand all requests of a job to the engine, or none.
@@ -88,6 +99,7 @@ class Link:
 
     def _tell(self, message: object) -> None:
         """Send a message, for which the worker's listener never lets us wait long."""
+        self._expected_since = self._expected_since or time.monotonic()
         try:
             if not self.connection.closed:
                 self.connection.send(message)
@@ -122,6 +134,7 @@ class Link:
                 job.fail(error)
         if report.fault:
             self._fail(report.fault)
+        self._expected_since = time.monotonic() if self._jobs else None
 
     def _count_prompts(self, job: Job) -> None:
         for ask in job.asks:

@@ -25,6 +25,7 @@ from lib.runs.flags import UsageError
 from lib.runs.memory import shortage
 from lib.runs.serving import families
 from lib.runs.serving.chat import ChatTemplate, read_template
+from lib.runs.serving.quantized import quantize_model
 from lib.runs.serving.ropes import rope_scaling, rope_theta
 from lib.runs.serving.settings import LLAMA_SIZES, one_line, read_end_ids, read_settings
 from lib.runs.serving.text import ByteTokenizer, FileTokenizer, Tokenizer
@@ -40,15 +41,19 @@ TINY = LlamaConfig(vocab_size=256, dim=256, n_layers=2, n_heads=4, n_kv_heads=2,
 
 @dataclass(frozen=True)
 class Served:
-    """A model, in evaluation mode, its tokenizer, and the template of its chats, if it has one."""
+    """A model, in evaluation mode, its tokenizer, the template of its chats, if it has one, and what to say of it."""
 
     name: str
     model: nn.Module
     tokenizer: Tokenizer
     template: ChatTemplate | None = None
+    notes: tuple[str, ...] = ()
 
 
-def load(model: str, name: str | None, tokenizer: str | None, dtype: torch.dtype, device: torch.device) -> Served:
+def load(
+    model: str, name: str | None, tokenizer: str | None, dtype: torch.dtype, device: torch.device,
+    kind: str | None = None,
+) -> Served:  # fmt: skip
     """Load what ``--model`` names.
 
     Args:
@@ -56,6 +61,7 @@ def load(model: str, name: str | None, tokenizer: str | None, dtype: torch.dtype
         name: What clients call it; by default "tiny" or the folder's name.
         tokenizer: "bytes", "gpt2", or a ``tokenizer.json``; None takes what the folder has.
         dtype, device: Of the weights.
+        kind: "int4" or "float8", which the blocks' weights become; None: ``dtype``.
 
     Raises:
         UsageError: there is nothing of the kind, or it does not fit; the message says what was expected.
@@ -69,14 +75,17 @@ def load(model: str, name: str | None, tokenizer: str | None, dtype: torch.dtype
         made = _from_transformers(folder, tokenizer)
     else:
         made = _from_runs(folder, tokenizer)
+    net, notes = made[0].requires_grad_(False), tuple[str, ...]()
     try:
-        net = made[0].to(device, dtype).eval().requires_grad_(False)
+        if kind:
+            notes = quantize_model(net, kind, made[1], dtype, device).notes(kind, dtype)
+        net.to(device, dtype).eval()
     except (MemoryError, RuntimeError) as error:
         why = shortage(error, ["--model"], device) or one_line([str(error)])
         raise UsageError(f"--model {model}: its weights do not fit into the memory of {device}: {why}") from None
     name = name or ("tiny" if model == "tiny" else folder.resolve().name)
     name = name.encode(errors="surrogateescape").decode(errors="replace")
-    return Served(name, net, made[1], None if model == "tiny" else read_template(folder))
+    return Served(name, net, made[1], None if model == "tiny" else read_template(folder), notes)
 
 
 def load_plain(model: str, tokenizer: str | None) -> Served:

@@ -70,7 +70,7 @@ def position_bytes(config: Any, dtype: torch.dtype, cache_format: str | None) ->
 
 
 class Cost(NamedTuple):
-    """What a cache in 8 bits changes in a model's scores of the next token.
+    """What fewer bits change in a model's scores of the next token.
 
     Attributes:
         rms: Root mean square of the change, of scores whose mean at each place is taken off.
@@ -115,16 +115,22 @@ class Portable(Runner):
         return self._logits([Chunk(progress, len(tokens))])[0]
 
 
+def text_for(model: nn.Module, tokenizer: Any) -> list[int]:
+    """The tokens with which a cost is measured: the beginning of the Python language reference."""
+    config: Any = model.config
+    return tokenizer.encode(language_reference()[: 8 * N_TRIED])[: min(N_TRIED, config.context_len - 1)]
+
+
+def compare(plain: Float[Tensor, "n v"], changed: Float[Tensor, "n v"]) -> Cost:
+    """What a change does to the scores of a text."""
+    plain, changed = (x - x.mean(-1, keepdim=True) for x in (plain, changed))
+    n_same = int((plain.argmax(-1) == changed.argmax(-1)).sum())
+    rms, spread = (float(x.square().mean().sqrt()) for x in (plain - changed, plain))
+    return Cost(rms, spread, n_same, len(plain))
+
+
 @torch.no_grad()
 def measure_cost(model: nn.Module, tokenizer: Any, cache_format: str) -> Cost:
-    """Pass a text through the model twice, with the cache in its dtype and in 8 bits, and compare the logits.
-
-    The text is the beginning of the Python language reference.
-    """
-    config: Any = model.config
-    tokens = tokenizer.encode(language_reference()[: 8 * N_TRIED])[: min(N_TRIED, config.context_len - 1)]
-    found = (Portable(model, len(tokens), kind).scores(tokens) for kind in (None, cache_format))
-    plain, packed = (x - x.mean(-1, keepdim=True) for x in found)
-    n_same = int((plain.argmax(-1) == packed.argmax(-1)).sum())
-    rms, spread = (float(x.square().mean().sqrt()) for x in (plain - packed, plain))
-    return Cost(rms, spread, n_same, len(tokens))
+    """Pass a text through the model twice, with the cache in its dtype and in 8 bits, and compare the logits."""
+    tokens = text_for(model, tokenizer)
+    return compare(*(Portable(model, len(tokens), kind).scores(tokens) for kind in (None, cache_format)))

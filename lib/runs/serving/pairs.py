@@ -72,7 +72,7 @@ def load_models(options: Any, dtype: torch.dtype, device: torch.device) -> tuple
         except UsageError as error:
             raise UsageError(str(error).replace("--model", "--draft", 1)) from None
         check_layers(drafting.config, options, draft)
-    return models.load(options.model, options.name, options.tokenizer, dtype, device), drafting
+    return models.load(options.model, options.name, options.tokenizer, dtype, device, options.quantize), drafting
 
 
 def check_layers(config: Any, options: Any, model: str) -> None:

@@ -12,7 +12,7 @@ class EngineFailed(RuntimeError):
 
 
 class EngineUnhealthy(EngineFailed):
-    """Too many steps failed in a row; the server stays up to say so, and takes no more requests."""
+    """Too many steps failed in a row, or one takes too long; the server stays up to say so."""
 
 
 class AnswerFailed(RuntimeError):

@@ -10,8 +10,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from lib.fast.attention.paged import prompt_attention_kernel
+from lib.fast.parts.narrow import few_rows_kernel, one_int4_row_kernel, widen_kernel
 from lib.fast.parts.packed import packed_attention_kernel
-from lib.fast.parts.rows import rotate_and_store_kernel
+from lib.fast.parts.rows import one_row_kernel, rotate_and_store_kernel
 
 B16, F32, I32, I64, WHOLE = "*bf16", "*fp32", "*i32", "*i64", "i32"
 CACHES = {"*bf16": 0.0, "*i8": 127.0, "*fp8e4nv": 448.0}
@@ -20,6 +21,7 @@ SIZES = {"H": WHOLE, "G": WHOLE, "M": WHOLE, "Q": WHOLE, "scale": "fp32"}
 
 def build(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> None:
     """Compile a kernel whose parameters have these types or constant values."""
+    constants = {"EARLY": True} | constants
     known = dict.fromkeys(constants, "constexpr") | SIZES | types
     signature = {param.name: known[param.name] for param in kernel.params}
     places = {(i,): constants[p.name] for i, p in enumerate(kernel.params) if p.name in constants}
@@ -38,4 +40,19 @@ for cache, largest in CACHES.items():
     if largest:
         queries = {"q": B16, "tables": I32, "lengths": I32, "o": F32, "lse": F32}
         build(packed_attention_kernel, queries | pools, sizes | {"ROWS": 16})
+
+WHOLES = dict.fromkeys(("n_rows", "n_columns", "n_terms", "n_groups"), WHOLE) | {"eps": "fp32"}
+ROW = WHOLES | {"x": B16, "gain": B16, "out": B16}
+LEVELS = {"packed": "*u8", "numbers": "*u8", "zeros": "*u8", "scales": F32}
+for numbers, levels in (("*u8", True), ("*fp8e4nv", False)):
+    weight = LEVELS | {"numbers": numbers, "weight": numbers}
+    tile = {"LEVELS": levels, "TERMS": 128, "ROWS": 16, "COLS": 32}
+    build(few_rows_kernel, ROW | weight, tile)
+    build(few_rows_kernel, ROW | weight | {"out": F32}, tile | {"ROWS": 64})
+    build(widen_kernel, ROW | weight, {"LEVELS": levels, "GROUP": 128, "COLS": 1024})
+    ways = {"NORM": True, "GATED": True, "ADD": True, "COLS": 4}
+    if levels:
+        build(one_int4_row_kernel, ROW | weight, ways | {"GROUPS": 16, "GROUP": 128})
+    else:
+        build(one_row_kernel, ROW | weight, ways | {"SCALED": True, "EVEN": True, "TERMS": 1024})
 print("compiled")

@@ -1,20 +1,31 @@
-"""A cache in 8 bits: what it holds, that it is exact where 8 bits are, what it costs, and that no block is lost."""
+"""A cache in 8 bits: what it holds, that it is exact where 8 bits are, what it costs, and that no block is lost.
+Weights of 4 and 8 bits: the tokens of the wide ones, what they cost, and what they refuse.
+"""
 
+import copy
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
+from lib.fast.parts.narrow import NarrowLinear, dense
 from lib.fast.parts.packed import Packed, pack, unpack
 from lib.given.models.llama import LlamaConfig
 from lib.given.models.serving import Request
+from lib.given.models.variants import variant_of
 from lib.llama import Llama
 from lib.runs import serve
+from lib.runs.flags import UsageError
 from lib.runs.serving.engine import build
 from lib.runs.serving.packed import PackedCache, measure_cost, packed_attention
 from lib.runs.serving.prefix import PrefixEngine
+from lib.runs.serving.quantized import quantize_model
 from lib.runs.serving.text import ByteTokenizer
+from lib.runs.variants import VariantLlama
 from lib.serving import PagedCache, Scheduler, generate_many, paged_attention
+from tests.house.fast.test_decode import served
 from tests.house.runs.test_serve import users_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.time_limit(60)]
@@ -100,3 +111,42 @@ def test_the_server_says_what_a_position_takes_and_what_8_bits_cost():
     while engine.is_busy:
         found += [token for _, token in engine.step()]
     assert found == [token for _, token in generate_many(engine.model, [request], Scheduler(64, 60, 4))]
+
+
+def test_the_server_says_what_narrow_weights_take_and_cost():
+    flags = ["--model", "tiny", "--device", "cpu", "--blocks", "64", "--quantize"]
+    _, ready = build(serve.make_parser().parse_args([*flags, "int4"]), Counter())
+    n = 3 * 256 * 256 * 2 + (2 * 256 + 2 * 128) * 256 * 2  # of two blocks
+    assert (
+        ready.notes[0]
+        == f"the blocks' weights take {n // 2 + 5 * n // 128:,} bytes, in int4; in float32 they would take 3.1 MB"
+    )
+    assert "the likeliest token the same at 11" in ready.notes[1]  # of 128
+    engine, ready = build(serve.make_parser().parse_args([*flags, "float8"]), Counter())
+    assert "the likeliest token the same at 12" in ready.notes[1]
+    wide = copy.deepcopy(engine.model)
+    for name, layer in engine.model.named_modules():
+        if isinstance(layer, NarrowLinear):
+            made = nn.Linear(layer.weights.n_terms, layer.weights.n_columns, bias=False)
+            made.weight.data = dense(layer.weights, torch.float32)
+            wide.set_submodule(name, made)
+    request = Request(list(b"the rain, "), 8)
+    found = served(engine, [request])
+    assert found == [[token for _, token in generate_many(wide, [request], Scheduler(64, 60, 4))]]
+
+
+def test_what_narrow_weights_do_not_hold_is_refused_by_name():
+    def refused(model, kind="int4"):
+        torch.manual_seed(0)
+        with pytest.raises(UsageError) as caught:
+            quantize_model(model, kind, ByteTokenizer(), torch.float32, torch.device("cpu"))
+        return str(caught.value)
+
+    odd = Llama(replace(SMALL, dim=40, n_heads=2)).eval()
+    assert refused(odd) == "--quantize int4: layers.0.attention.wq has rows of 40 weights, expected a multiple of 32"
+    broken = Llama(replace(SMALL, hidden_dim=64)).eval()
+    broken.layers[1].feed_forward.w1.weight.data[0, 0] = float("nan")
+    for kind in ("int4", "float8"):
+        assert refused(broken, kind) == f"--quantize {kind}: layers.1.feed_forward.w1 has weights that are not finite"
+    assert "the model has experts" in refused(VariantLlama(variant_of(SMALL, "gpt_oss")))
+    assert "the model has linear layers" in refused(VariantLlama(variant_of(SMALL, "qwen3_next")))

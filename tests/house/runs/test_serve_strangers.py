@@ -4,6 +4,7 @@ import copy
 import gzip
 import json
 import os
+import re
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -566,6 +567,28 @@ def test_an_engine_whose_steps_all_fail_says_that_it_is_unhealthy():
         assert error["code"] == "engine_unhealthy"
         assert error["message"] == "the last 3 steps of the engine failed: RuntimeError: a fault of the device"
         assert metric(server, "failed_steps_total") == 3
+    engine.check_blocks()
+
+
+def test_an_engine_that_hangs_says_so_until_its_next_step():
+    """Also when the client whose request it has is gone."""
+    engine = Breaking(max_tokens=24, n_blocks=64, block_size=4)
+    with running(Threaded(engine)) as server:
+        asked = {"model": "fake", "prompt": "The for", "max_tokens": 3}
+        server.service.link.stall_s = 0.3
+        engine.gate.clear()
+        with pytest.raises(httpx.TimeoutException):
+            httpx.post(f"{server.root}/v1/completions", json=asked, timeout=0.4)
+        while (health := httpx.get(f"{server.root}/health")).status_code == 200:
+            pass
+        assert health.status_code == 503
+        assert re.fullmatch(r"the engine has taken no step for \d+ s, although it has requests",
+                            health.json()["error"]["message"])  # fmt: skip
+        engine.gate.set()
+        while httpx.get(f"{server.root}/health").status_code == 503:
+            pass
+        server.service.link.stall_s = 60.0
+        assert post(server, asked).status_code == 200
     engine.check_blocks()
 
 

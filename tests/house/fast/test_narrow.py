@@ -1,0 +1,91 @@
+"""Weights of 4 and 8 bits in the serving step: the products of the wide weights, and the same tokens."""
+
+import copy
+
+import pytest
+import torch
+from torch.nn.functional import linear, silu
+
+import lib.fast.serving as serving
+from lib.fast.decode import can_step
+from lib.fast.parts import narrow as parts
+from lib.fast.parts.narrow import NarrowLinear, dense, join, product, widen
+from lib.fast.parts.rows import one_row
+from lib.given.kernels.mode import HAS_TRITON, NO_TRITON
+from lib.given.models.llama import LlamaConfig
+from lib.given.models.serving import Request
+from lib.llama import Llama, RMSNorm
+from lib.runs.serving.prefix import PrefixEngine
+from lib.runs.serving.quantized import matrices, narrow
+from lib.serving import Scheduler
+from tests.house.fast.test_decode import close, normal, on_both, served
+
+pytestmark = pytest.mark.skipif(not HAS_TRITON, reason=NO_TRITON)
+SMALL = LlamaConfig(vocab_size=23, dim=32, n_layers=1, n_heads=2, n_kv_heads=1, hidden_dim=64, context_len=32)
+KINDS = ("int4", "float8")
+
+
+@on_both
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_narrow_product_of_one_row(device, kind):
+    """Three groups, so the last read of groups is not full; columns that no tile divides."""
+    weight, x = narrow(normal(10, 96, device=device, seed=1), kind), normal(1, 96, device=device)
+    wide, norm = dense(weight, torch.float32), RMSNorm(96, 1e-3).to(device)
+    gain = norm.weight.data.copy_(1 + normal(96, device=device, seed=2))
+    close(one_row(x, weight), linear(x, wide))
+    close(one_row(x, weight, gain, 1e-3), linear(norm(x), wide), atol=1e-4)
+    gated = silu(linear(norm(x), wide[:5])) * linear(norm(x), wide[5:])
+    close(one_row(x, weight, gain, 1e-3, gated=True), gated, atol=1e-3)
+    stream = normal(1, 10, device=device, seed=3)
+    expected = stream + linear(x, wide)
+    assert one_row(x, weight, into=stream) is stream
+    close(stream, expected)
+
+
+@on_both
+@pytest.mark.parametrize("kind", KINDS)
+def test_narrow_products_of_more_rows(device, kind, monkeypatch):
+    """In one part and in four, with rows and columns that no tile divides, and by a wide copy."""
+    weight = narrow(normal(35, 160, device=device, seed=1), kind)
+    x, wide = normal(17, 160, device=device), dense(weight, torch.float32)
+    assert torch.equal(widen(weight, torch.float32), wide)
+    for n_parts in (1, 4):
+        monkeypatch.setattr(parts, "n_parts", lambda n_programs, device, n=n_parts: n)
+        close(product(x, weight), linear(x, wide), atol=1e-4)
+    monkeypatch.setattr(parts, "MANY_ROWS", 8)
+    close(product(x, weight), linear(x, wide), atol=1e-4)
+
+
+def test_layers_of_narrow_weights_are_joined_and_moved():
+    for kind in KINDS:
+        layers = [NarrowLinear(narrow(normal(n, 64, device="cpu"), kind)) for n in (3, 5)]
+        wide, x = torch.cat([dense(layer.weights, torch.float32) for layer in layers]), normal(2, 64, device="cpu")
+        whole = join(layers)
+        assert torch.equal(dense(whole, torch.float32), wide)
+        assert layers[0].numbers.data_ptr() == whole.numbers.data_ptr()
+        moved = layers[1].to(torch.bfloat16)
+        assert [t.dtype for t in moved.weights if t is not None] == [t.dtype for t in whole if t is not None]
+        assert torch.equal(moved(x), linear(x, wide[3:]))
+
+
+@on_both
+@pytest.mark.time_limit(120)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_tokens_as_with_the_wide_weights(device, kind, monkeypatch):
+    """On the fast way, beside another request and then alone."""
+    torch.manual_seed(0)
+    model = Llama(SMALL).eval().to(device)
+    quantized = copy.deepcopy(model)
+    for name, layer in matrices(model):
+        weight = narrow(2 * layer.weight.detach(), kind)
+        layer.weight.data = dense(weight, torch.float32)
+        quantized.set_submodule(name, NarrowLinear(weight))
+
+    def tokens_of(net):
+        asked = [Request([3, 1], 3, 0.8, 1), Request([3, 1, 4], 2)]
+        return served(PrefixEngine(net, Scheduler(7, 9, 4)), asked)
+
+    expected = tokens_of(model)
+    monkeypatch.setattr(serving.Runner, "is_fast", lambda engine: can_step(engine.model, engine.cache))
+    assert PrefixEngine(quantized, Scheduler(7, 9, 4)).steps is not None
+    assert tokens_of(quantized) == expected
