@@ -77,7 +77,7 @@ def test_what_does_not_fit_is_one_line(capsys, tmp_path):
     for command, words in (
         (f"{GPT2} --muon-lr 0.02", ("--muon-lr 0.02", "--optimizer ours", "--optimizer muon")),
         (f"{GPT2} --optimizer muon --muon-lr 0.02 --lr 0", ("--muon-lr 0.02", "--lr 0")),
-        (f"{GPT2} --optimizer muon --graph", ("--graph", "--optimizer muon", "adamw")),
+        (f"{GPT2} --optimizer muon --graph --device cpu", ("--graph", "CUDA")),
         (f"{GPT2} --optimizer lion", ("'lion'", "muon")),
     ):
         ((status, said),) = programs.run_all(0, 1, [command])
