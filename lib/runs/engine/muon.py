@@ -71,7 +71,7 @@ class MuonAndAdamW(Optimizer):
         )  # type: ignore[arg-type]
 
     def _count_on_device(self) -> None:
-        """Put the counts of a loaded state, which chapter 7's AdamW keeps as integers, where PyTorch's AdamW has them."""
+        """Put loaded counts of steps, integers of chapter 7's AdamW, where PyTorch's AdamW keeps them."""
         for p, kept in self.state.items():
             if "step" in kept and isinstance(self.adamw, torch.optim.AdamW):
                 kept["step"] = torch.as_tensor(kept["step"], dtype=torch.float32, device=p.device)
