@@ -107,7 +107,9 @@ class Stacked(ByParameter):
     def directions(self, parameters: list[Tensor], group: dict[str, Any]) -> Sequence[Tensor]:
         """Take the gradients into the momenta, and return what is orthogonalized."""
         gradients = [p.grad for p in parameters if p.grad is not None]
-        means = [self.state[p].setdefault("momentum_buffer", torch.zeros_like(p)) for p in parameters]
+        for p in [p for p in parameters if "momentum_buffer" not in self.state[p]]:
+            self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        means = [self.state[p]["momentum_buffer"] for p in parameters]
         torch._foreach_lerp_(means, gradients, 1 - group["momentum"])
         return torch._foreach_lerp(gradients, means, group["momentum"]) if group["nesterov"] else means
 
