@@ -76,8 +76,7 @@ def sharded_and_whole(rank: int, world_size: int, device: torch.device | str = "
     sharded = [make(parts, SHAPES, **settings) for make, parts in zip(makers, copies, strict=True)]
     reference, sent, send = Muon(whole, **settings), [], dist.all_to_all_single
     copied = [nn.Parameter(p.detach().clone()) for p in whole]
-    rate = torch.tensor(0.1, dtype=torch.float64, device=device)
-    divided = fast.StackedMuon(copied, ranks=dist.group.WORLD, **{**settings, "lr": rate})
+    divided = fast.StackedMuon(copied, ranks=dist.group.WORLD, **{**settings, "lr": whole[0].new_tensor(0.1)})
     dist.all_to_all_single = lambda out, row, *more, **named: (sent.append(row.numel()), send(out, row, *more, **named))
     for step in range(3):
         for i, (p, part) in enumerate(zip(whole, cut, strict=True)):
