@@ -49,26 +49,28 @@ class MuonAndAdamW(Optimizer):
         for p, name in self.names.items():
             matrices = [member for member in strategy.members(name) if member in strategy.matrices]
             (self._home(p) if matrices else self.others).append(p)
-        settings: dict[str, Any] = {"momentum": MOMENTUM, "adjust_lr_fn": "match_rms_adamw", "ns_dtype": self.dtype}
-        stacks = device.type == "cuda"
-        self.muon: Optimizer | None = None
-        if self.whole and stacks:
-            ranks = strategy.mesh.group("copies") if options.is_parallel else None
-            self.muon = StackedMuon(self.whole, ranks=ranks, **settings)
-        elif self.whole:
-            self.muon = Muon(self.whole, **settings)
+        self._make_muons(options, device)
         self.pieces = self._pieces()
         decaying, plain = self._adamw_parameters()
         groups = [{"params": decaying, "weight_decay": self.decay}, {"params": plain, "weight_decay": 0.0}]
         self.adamw = make_adamw([group for group in groups if group["params"]])
         self.register_load_state_dict_post_hook(lambda _: self._count_on_device())
+
+    def _make_muons(self, options: Options, device: torch.device) -> None:
+        """The optimizers of whole matrices and of rows: ``muon``, and ``sharded`` of ``local_rows``."""
+        settings: dict[str, Any] = {"momentum": MOMENTUM, "adjust_lr_fn": "match_rms_adamw", "ns_dtype": self.dtype}
         self.local_rows = [nn.Parameter(p.to_local()) for p in self.rows]
-        make_sharded = StackedShardedMuon if stacks else ShardedMuon
-        self.sharded = (
-            make_sharded(self.local_rows, [p.shape for p in self.rows], group=_row_group(self.rows[0]), **settings)
-            if self.rows
-            else None
-        )  # type: ignore[arg-type]
+        self.muon: Optimizer | None = None
+        self.sharded: Optimizer | None = None
+        stacks = device.type == "cuda"
+        if self.whole and stacks:
+            ranks = self.strategy.mesh.group("copies") if options.is_parallel else None
+            self.muon = StackedMuon(self.whole, ranks=ranks, **settings)
+        elif self.whole:
+            self.muon = Muon(self.whole, **settings)
+        if self.rows:
+            make, group = StackedShardedMuon if stacks else ShardedMuon, _row_group(self.rows[0])
+            self.sharded = make(self.local_rows, [p.shape for p in self.rows], group=group, **settings)
 
     def _count_on_device(self) -> None:
         """Put loaded counts of steps, integers of chapter 7's AdamW, where PyTorch's AdamW keeps them."""
