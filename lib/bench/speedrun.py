@@ -93,8 +93,9 @@ def make_recipes() -> list[Recipe]:
     kernels = {"kernels": True, "loss_kernel": True}
     add("our kernels", "GELU, norms, biases and the loss fused with their products or gradients", kernels)
     add("graph", "chapter 8: the host starts a step with one call", graph=True)
-    add("Muon", "chapter 25: fewer steps", optimizer="stacked_muon", lr=4.8e-3, batches=((16, 120),))
-    add("growing batch", "small steps first, while any direction helps", batches=((8, 120), (16, 60)))
+    muon: dict[str, Any] = {"optimizer": "stacked_muon", "lr": 2.4e-3, "batches": ((16, 60),)}
+    add("Muon", "chapter 25: fewer steps, at the best of three rates, as AdamW's", **muon)
+    add("growing batch", "as many sequences, the first ones in smaller batches", batches=((8, 60), (16, 30)))
     return found
 
 
