@@ -44,9 +44,13 @@ def test_each_recipe_adds_one_idea():
     recipes = speedrun.make_recipes()
     for before, recipe in itertools.pairwise(recipes):
         changed = {name for name in vars(recipe) if vars(recipe)[name] != vars(before)[name]}
-        assert changed - {"name", "why"} in (
+        assert changed - {"name", "why", "tried"} in (
             {"matmul"}, {"path"}, {"compiled"}, {"graph"}, {"optimizer", "lr", "batches"}, {"batches"}
         ), recipe.name  # fmt: skip
+
+
+def test_each_rate_was_among_those_tried():
+    assert all(recipe.lr in recipe.tried for recipe in speedrun.RECIPES.values())
 
 
 def test_rates_rise_and_fall_over_sequences():
