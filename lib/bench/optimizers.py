@@ -23,7 +23,7 @@ import os
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -74,13 +74,17 @@ def read_text(n_bytes: int) -> tuple[Tensor, Tensor]:
     return train, held_out
 
 
-def adamw(params: list, lr: float, o: argparse.Namespace) -> torch.optim.Optimizer:
+def adamw(params: list, lr: float | Tensor, o: argparse.Namespace) -> torch.optim.Optimizer:
+    """PyTorch's AdamW; with a rate that is a tensor on a GPU, a CUDA graph may hold its step."""
     groups = [{"params": [p for p in params if p.ndim >= 2]}, {"params": [p for p in params if p.ndim < 2]}]
     groups[1]["weight_decay"] = 0.0  # type: ignore[assignment]
-    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), weight_decay=0.1, fused=o.device == "cuda")
+    settings: dict[str, Any] = {"fused": o.device == "cuda", "capturable": torch.is_tensor(lr)}
+    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), weight_decay=0.1, **settings)
 
 
-def make_optimizers(kind: str, model: nn.Module, lr: float, o: argparse.Namespace) -> list[torch.optim.Optimizer]:
+def make_optimizers(
+    kind: str, model: nn.Module, lr: float | Tensor, o: argparse.Namespace
+) -> list[torch.optim.Optimizer]:
     """AdamW alone, or one of the three Muons with AdamW for what is not in the blocks."""
     if kind == "adamw":
         return [adamw(list(model.parameters()), lr, o)]
@@ -90,15 +94,21 @@ def make_optimizers(kind: str, model: nn.Module, lr: float, o: argparse.Namespac
 
 
 class Model:
-    """The model and its loss, which is compiled once for all trainings."""
+    """A GPT-2 and its loss, which is compiled once for all trainings.
 
-    def __init__(self, o: argparse.Namespace):
-        self.config = config_of(o)
-        self.model = GPT2(self.config).to(o.device)
-        path = fast.Path(dtype=torch.bfloat16, kernels=o.device == "cuda", attention="quickest")
+    Args:
+        config: Its sizes.
+        device: Where it computes.
+        path: How it is computed.
+        compiled: Whether its loss is compiled.
+    """
+
+    def __init__(self, config: GPT2Config, device: str, path: fast.Path, compiled: bool):
+        self.config = config
+        self.model = GPT2(config).to(device)
         self.loss: Callable[[Tensor, Tensor], Tensor] = lambda x, y: fast.gpt2_loss(self.model, x, y, path)
-        if o.device == "cuda":
-            self.loss = torch.compile(self.loss)
+        if compiled:
+            self.loss = torch.compile(self.loss, dynamic=False)
 
     def begin(self, seed: int) -> None:
         """New weights, and no gradient of what ran before."""
@@ -115,15 +125,17 @@ class Training:
         lr: The largest rate.
         seed: Of the weights and of the order of the data.
         model: The model, which begins anew.
-        texts: Bytes to train on, and held out.
+        texts: Ids to train on, and held out.
         o: The program's flags.
     """
 
     def __init__(
-        self, kind: str, lr: float, seed: int, model: Model, texts: tuple[Tensor, Tensor], o: argparse.Namespace
-    ):
+        self, kind: str, lr: float | Tensor, seed: int, model: Model, texts: tuple[Tensor, Tensor],
+        o: argparse.Namespace,
+    ):  # fmt: skip
         model.begin(seed)
         self.o, self.lr, self.config, self.model, self.loss = o, lr, model.config, model.model, model.loss
+        self.judged_by = model.loss
         self.text, self.held_out = (text.to(o.device) for text in texts)
         self.optimizers = make_optimizers(kind, self.model, lr, o)
         self.chance = torch.Generator(o.device).manual_seed(seed)
@@ -132,21 +144,32 @@ class Training:
         rows = text[starts[:, None] + torch.arange(self.config.context_len + 1, device=text.device)].long()
         return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
-    def batch(self) -> tuple[Tensor, Tensor]:
+    def batch(self, n: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of n windows that lie anywhere in the text."""
         last = len(self.text) - self.config.context_len - 1
-        return self.windows(
-            self.text, torch.randint(last, (self.o.batch,), device=self.o.device, generator=self.chance)
-        )
+        return self.windows(self.text, torch.randint(last, (n,), device=self.o.device, generator=self.chance))
 
-    def step(self, lr: float) -> None:
+    def set_rate(self, lr: float) -> None:
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = lr
-        self.loss(*self.batch()).backward()
+                if torch.is_tensor(group["lr"]):
+                    group["lr"].fill_(lr)
+                else:
+                    group["lr"] = lr
+
+    def update(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Forward, backward, clipping, one update; returns the loss."""
+        self.model.zero_grad(set_to_none=True)
+        loss = self.loss(inputs, targets)
+        loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0, foreach=True)
         for optimizer in self.optimizers:
             optimizer.step()
-        self.model.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    def step(self, lr: float) -> None:
+        self.set_rate(lr)
+        self.update(*self.batch(self.o.batch))
 
     def warm_up(self) -> None:
         """Compile all that a run needs."""
@@ -155,25 +178,29 @@ class Training:
 
     @torch.no_grad()
     def held_out_loss(self) -> float:
-        """Mean loss in nats a byte over windows that lie evenly in the held-out text."""
+        """Mean loss in nats over windows that lie evenly in the held-out text."""
         n = self.o.eval_batches * self.o.batch
         starts = torch.linspace(0, len(self.held_out) - self.config.context_len - 2, n, device=self.o.device).long()
-        losses = [self.loss(*self.windows(self.held_out, part)) for part in starts.split(self.o.batch)]
+        losses = [self.judged_by(*self.windows(self.held_out, part)) for part in starts.split(self.o.batch)]
         return float(torch.stack(losses).mean())
 
     def run(self, steps: int) -> list[dict[str, float]]:
         """Train all steps; the held-out loss after each ``eval_every``, with the seconds of the steps so far."""
         found, seconds = [], 0.0
         warmup = max(1, steps // 20)
+        assert not isinstance(self.lr, Tensor)
         for first in range(0, steps, self.o.eval_every):
-            many = range(first, min(steps, first + self.o.eval_every))
+            rates = [
+                cosine_schedule(step + 1, self.lr, 0.1 * self.lr, warmup, steps)
+                for step in range(first, min(steps, first + self.o.eval_every))
+            ]
 
-            def train(many: range = many) -> None:
-                for step in many:
-                    self.step(cosine_schedule(step + 1, self.lr, 0.1 * self.lr, warmup, steps))
+            def train(rates: list[float] = rates) -> None:
+                for lr in rates:
+                    self.step(lr)
 
             seconds += seconds_of(train, self.o.device)
-            found.append({"step": many.stop, "seconds": seconds, "loss": self.held_out_loss()})
+            found.append({"step": first + len(rates), "seconds": seconds, "loss": self.held_out_loss()})
         return found
 
 
@@ -209,7 +236,7 @@ def speeds(model: Model, texts: tuple[Tensor, Tensor], o: argparse.Namespace) ->
         {k: (lambda t=t: t.step(1e-4)) for k, t in trainings.items()}, lambda run: seconds_of(run, o.device, 3), n
     )
     training = trainings["adamw"]
-    training.loss(*training.batch()).backward()
+    training.loss(*training.batch(o.batch)).backward()
 
     def alone(training: Training) -> Callable[[], None]:
         def update() -> None:
@@ -244,8 +271,10 @@ Unit = tuple[str, float, int]
 """A training of the race: its optimizer, the largest rate and the seed."""
 
 
-def finished(folder: Path, settings: dict[str, Any]) -> dict[Unit, Curve]:
-    """The trainings whose files are in a folder.
+def finished(
+    folder: Path, settings: dict[str, Any], names: Sequence[str] = ("kind", "lr", "seed")
+) -> dict[tuple, Curve]:
+    """The trainings whose files are in a folder, by what identifies one.
 
     Raises:
         ValueError: one of them has other settings; the message names its file.
@@ -255,7 +284,7 @@ def finished(folder: Path, settings: dict[str, Any]) -> dict[Unit, Curve]:
         unit = json.loads(path.read_text(encoding="utf-8"))
         if unit["settings"] != settings:
             raise ValueError(f"{path} has the settings {unit['settings']}: expected {settings}")
-        found[unit["kind"], unit["lr"], unit["seed"]] = unit["curve"]
+        found[tuple(unit[name] for name in names)] = unit["curve"]
     return found
 
 
@@ -286,17 +315,31 @@ def claimed(path: Path) -> Iterator[bool]:
             yield not path.exists()
 
 
-def train_one(units: list[Unit], begin: Callable[..., Training], settings: dict[str, Any], folder: Path) -> bool:
-    """Do the first of these trainings that no other process does; False if there is none."""
-    for kind, lr, seed in units:
-        path = folder / f"{kind}-{lr:g}-{seed}.json"
+def file_name(*parts: Any) -> str:
+    """What identifies a training, as its file's name."""
+    return "-".join(str(part).replace(" ", "_") for part in parts)
+
+
+def train_one(
+    units: Sequence[dict[str, Any]], train: Callable[..., Curve], settings: dict[str, Any], folder: Path
+) -> bool:
+    """Do the first of these trainings that no other process does; False if there is none.
+
+    Args:
+        units: What identifies each, such as its seed.
+        train: Called with these as keywords; returns its curve.
+        settings: What all trainings of the folder share.
+        folder: Gets a file for each.
+    """
+    for unit in units:
+        path = folder / f"{file_name(*unit.values())}.json"
         with claimed(path) as is_mine:
             if is_mine:
-                curve = begin(kind, lr, seed).run(settings["steps"])
-                unit = {"settings": settings, "kind": kind, "lr": lr, "seed": seed, "curve": curve}
-                path.with_suffix(".part").write_text(json.dumps(unit), encoding="utf-8")
+                curve = train(**unit)
+                whole_unit = {"settings": settings, **unit, "curve": curve}
+                path.with_suffix(".part").write_text(json.dumps(whole_unit), encoding="utf-8")
                 os.replace(path.with_suffix(".part"), path)
-                print(kind, f"rate {lr:g}, seed {seed}:", curve[-1], flush=True)
+                print(*(f"{name} {value}" for name, value in unit.items()), curve[-1], flush=True)
                 return True
     return False
 
@@ -309,14 +352,15 @@ def race(model: Model, texts: tuple[Tensor, Tensor], o: argparse.Namespace) -> d
 
     compiled: set[str] = set()
 
-    def begin(kind: str, lr: float, seed: int) -> Training:
+    def train(kind: str, lr: float, seed: int) -> Curve:
         if kind not in compiled:
             compiled.add(kind)
             Training(kind, lr, seed, model, texts, o).warm_up()
-        return Training(kind, lr, seed, model, texts, o)
+        return Training(kind, lr, seed, model, texts, o).run(o.steps)
 
     while units := wanted(finished(folder, settings), o.seeds):
-        if not train_one(units, begin, settings, folder):
+        named = [dict(zip(("kind", "lr", "seed"), unit, strict=True)) for unit in units]
+        if not train_one(named, train, settings, folder):
             time.sleep(0.5)  # others are at them
     return outcome(finished(folder, settings), o.seeds)
 
@@ -361,7 +405,8 @@ def main(arguments: list[str] | None = None) -> None:
     texts = read_text(round(o.megabytes * 1e6))
     results = {"settings": settings_of(o), "bytes": [len(text) for text in texts], "prediction": prediction(o)}
     print(results, flush=True)
-    model = Model(o)
+    path = fast.Path(dtype=torch.bfloat16, kernels=o.device == "cuda", attention="quickest")
+    model = Model(config_of(o), o.device, path, o.device == "cuda")
     for part in o.parts or PARTS:
         results[part] = PARTS[part](model, texts, o)
         record("optimizers", {**measured_before(o), **results}, o.folder)

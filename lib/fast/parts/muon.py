@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lib.given.kernels.mode import INTERPRETED, tl, triton
 from lib.given.optim import ByParameter, triples
+from lib.given.parallel.sharding import all_gather_row
 from lib.optimizers import Muon, ShardedMuon, assign_owners, newton_schulz
 
 SIDE, TERMS = (16, 16) if INTERPRETED else (128, 64)  # of a tile; terms that are added at a time
@@ -106,7 +107,9 @@ class Stacked(ByParameter):
     def directions(self, parameters: list[Tensor], group: dict[str, Any]) -> Sequence[Tensor]:
         """Take the gradients into the momenta, and return what is orthogonalized."""
         gradients = [p.grad for p in parameters if p.grad is not None]
-        means = [self.state[p].setdefault("momentum_buffer", torch.zeros_like(p)) for p in parameters]
+        for p in [p for p in parameters if "momentum_buffer" not in self.state[p]]:
+            self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        means = [self.state[p]["momentum_buffer"] for p in parameters]
         torch._foreach_lerp_(means, gradients, 1 - group["momentum"])
         return torch._foreach_lerp(gradients, means, group["momentum"]) if group["nesterov"] else means
 
@@ -114,18 +117,47 @@ class Stacked(ByParameter):
 class StackedMuon(Stacked, Muon):
     """Chapter 25's ``Muon``, with one call of Newton-Schulz for all matrices of a shape.
 
-    Its arguments, its state and its steps are ``Muon``'s, to rounding; ``cautious`` is refused.
+    Its state and its steps are ``Muon``'s, to rounding; ``cautious`` is refused.
 
-    Cost: beside ``Muon``, a copy of all matrices of a shape in ``ns_dtype`` and one of their gradients' dtype.
+    Args:
+        params: As for ``Muon``.
+        ranks: Ranks that hold copies of all parameters and of their gradients. They divide each stack among them, and
+            all-gather what they have orthogonalized while they are at the next stack. None: each process does all.
+        settings: Further arguments of ``Muon``. A CUDA graph needs ``lr`` to be a tensor on the device.
+
+    Cost: beside ``Muon``, a copy of all matrices in ``ns_dtype``, and one of their gradients' dtype for each shape.
+        On R ranks each orthogonalizes ``ceil(n / R)`` of n matrices, and receives the others in ``ns_dtype``.
     """
 
+    def __init__(self, params, ranks: dist.ProcessGroup | None = None, **settings: Any):
+        self.ranks = ranks
+        super().__init__(params, **settings)
+
     def update_group(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        for stack in alike(parameters, [matrix_of(p).shape[-2:] for p in parameters]):
-            directions = self.directions(stack, group)
-            rows, columns = matrix_of(stack[0]).shape[-2:]
-            matrices = [matrix_of(d).reshape(-1, rows, columns) for d in directions]
-            found = orthogonal(torch.cat(matrices), group).split([len(m) for m in matrices])
-            move(stack, [o.reshape(p.shape) for o, p in zip(found, stack, strict=True)], (rows, columns), group)
+        stacks = alike(parameters, [matrix_of(p).shape[-2:] for p in parameters])
+        begun = [self.begin(stack, group) for stack in stacks]
+        for stack, (found, work) in zip(stacks, begun, strict=True):
+            if work is not None:
+                work.wait()
+            shape = found.shape[-2:]
+            parts = found.to(stack[0].dtype).split([p.numel() // shape.numel() for p in stack])
+            move(stack, [o.reshape(p.shape) for o, p in zip(parts, stack, strict=True)], shape, group)
+
+    def begin(self, stack: list[Tensor], group: dict[str, Any]) -> tuple[Tensor, dist.Work | None]:
+        """Orthogonalize what is this rank's of a stack. The rest is there when the work is done."""
+        directions = self.directions(stack, group)
+        shape = matrix_of(stack[0]).shape[-2:]
+        whole = torch.cat([matrix_of(d).reshape(-1, *shape) for d in directions])
+        if self.ranks is None:
+            return orthogonal(whole, group), None
+        n, rank = dist.get_world_size(self.ranks), dist.get_rank(self.ranks)
+        size = -(-len(whole) // n)
+        mine = whole[rank * size : (rank + 1) * size]
+        mine = torch.cat([mine, mine.new_zeros(size - len(mine), *shape)])  # all ranks send as much
+        mine = orthogonal(mine, group).contiguous()
+        found = mine.new_empty(n * size, *shape)
+        work = all_gather_row(found, mine, self.ranks, async_op=True)
+        return found[: len(whole)], work
 
 
 class StackedShardedMuon(Stacked, ShardedMuon):
@@ -192,7 +224,10 @@ def move(parameters: list[Tensor], steps: list[Tensor], shape: Sequence[int], gr
     match_rms = group["adjust_lr_fn"] == "match_rms_adamw"
     scale = 0.2 * max(rows, columns) ** 0.5 if match_rms else max(1, rows / columns) ** 0.5
     torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
-    torch._foreach_add_(parameters, steps, alpha=-group["lr"] * scale)
+    if isinstance(group["lr"], Tensor):
+        torch._foreach_add_(parameters, torch._foreach_mul(steps, -group["lr"] * scale))
+    else:
+        torch._foreach_add_(parameters, steps, alpha=-group["lr"] * scale)
 
 
 def matrix_of(tensor: Tensor) -> Tensor:

@@ -3,7 +3,7 @@ mesh of ranks.
 
 Where each rank has whole matrices, ``Muon`` steps on them.
 Where ``fully_shard`` has cut them by rows, ``ShardedMuon`` does.
-On a GPU both do so in stacks (``lib.fast.parts.muon``).
+On a GPU both do so in stacks (``lib.fast.parts.muon``), and copies of a model divide each stack among them.
 Flat shards, and layers that ranks divide, have no whole rows: there the ranks of a stage assemble each direction,
 each of them orthogonalizes it, and each keeps its own part.
 """
@@ -37,7 +37,10 @@ class MuonAndAdamW(Optimizer):
     """
 
     def __init__(self, options: Options, strategy: Any, device: torch.device, make_adamw: Callable[..., Optimizer]):
-        super().__init__(strategy.groups(), {"lr": options.lr, "weight_decay": 0.0})
+        # a loaded count of steps is then where AdamW's kernels read it
+        where = {"capturable": options.graph, "fused": device.type == "cuda"}
+        lr = torch.tensor(options.lr, device=device) if options.graph else options.lr
+        super().__init__(strategy.groups(), {"lr": lr, "weight_decay": 0.0, **where})
         self.strategy, self.decay = strategy, options.weight_decay
         self.ratio = options.muon_lr / options.lr if options.lr and options.muon_lr is not None else 1.0
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -46,20 +49,34 @@ class MuonAndAdamW(Optimizer):
         for p, name in self.names.items():
             matrices = [member for member in strategy.members(name) if member in strategy.matrices]
             (self._home(p) if matrices else self.others).append(p)
-        settings: dict[str, Any] = {"momentum": MOMENTUM, "adjust_lr_fn": "match_rms_adamw", "ns_dtype": self.dtype}
-        stacks = device.type == "cuda"
-        self.muon = (StackedMuon if stacks else Muon)(self.whole, **settings) if self.whole else None
+        self._make_muons(options, device)
         self.pieces = self._pieces()
         decaying, plain = self._adamw_parameters()
         groups = [{"params": decaying, "weight_decay": self.decay}, {"params": plain, "weight_decay": 0.0}]
         self.adamw = make_adamw([group for group in groups if group["params"]])
+        self.register_load_state_dict_post_hook(lambda _: self._count_on_device())
+
+    def _make_muons(self, options: Options, device: torch.device) -> None:
+        """The optimizers of whole matrices and of rows: ``muon``, and ``sharded`` of ``local_rows``."""
+        settings: dict[str, Any] = {"momentum": MOMENTUM, "adjust_lr_fn": "match_rms_adamw", "ns_dtype": self.dtype}
         self.local_rows = [nn.Parameter(p.to_local()) for p in self.rows]
-        make_sharded = StackedShardedMuon if stacks else ShardedMuon
-        self.sharded = (
-            make_sharded(self.local_rows, [p.shape for p in self.rows], group=_row_group(self.rows[0]), **settings)
-            if self.rows
-            else None
-        )  # type: ignore[arg-type]
+        self.muon: Optimizer | None = None
+        self.sharded: Optimizer | None = None
+        stacks = device.type == "cuda"
+        if self.whole and stacks:
+            ranks = self.strategy.mesh.group("copies") if options.is_parallel else None
+            self.muon = StackedMuon(self.whole, ranks=ranks, **settings)
+        elif self.whole:
+            self.muon = Muon(self.whole, **settings)
+        if self.rows:
+            make, group = StackedShardedMuon if stacks else ShardedMuon, _row_group(self.rows[0])
+            self.sharded = make(self.local_rows, [p.shape for p in self.rows], group=group, **settings)
+
+    def _count_on_device(self) -> None:
+        """Put loaded counts of steps, integers of chapter 7's AdamW, where PyTorch's AdamW keeps them."""
+        for p, kept in self.state.items():
+            if "step" in kept and isinstance(self.adamw, torch.optim.AdamW):
+                kept["step"] = torch.as_tensor(kept["step"], dtype=torch.float32, device=p.device)
 
     def _home(self, p: Tensor) -> list[Any]:
         """The list of the way in which a parameter with matrices is trained."""
@@ -96,10 +113,13 @@ class MuonAndAdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of both; each group's rate is AdamW's, and Muon's is ``ratio`` times as large."""
+        """One step of both; each group's rate is AdamW's, and Muon's is ``ratio`` times as large.
+
+        A CUDA graph reads the rate from a tensor.
+        """
         with torch.enable_grad():
             loss = None if closure is None else closure()
-        lr = float(self.param_groups[0]["lr"])
+        lr = self.param_groups[0]["lr"]
         self._muon_step(self.muon, dict(zip(self.whole, self.whole, strict=True)), lr)
         for local, p in zip(self.local_rows, self.rows, strict=True):
             local.grad = None if p.grad is None else p.grad.to_local()
@@ -110,7 +130,7 @@ class MuonAndAdamW(Optimizer):
         self._adamw_step(lr)
         return loss
 
-    def _muon_step(self, muon: Optimizer | None, owner: dict[Tensor, Tensor], lr: float) -> None:
+    def _muon_step(self, muon: Optimizer | None, owner: dict[Tensor, Tensor], lr: float | Tensor) -> None:
         """A step of ``Muon`` or ``ShardedMuon``, whose momentum this optimizer's state holds."""
         if muon is None:
             return
@@ -145,7 +165,7 @@ class MuonAndAdamW(Optimizer):
         o = newton_schulz(matrix, STEPS, COEFFICIENTS, EPS, self.dtype).to(u.dtype).reshape(u.shape)
         return o * (0.2 * math.sqrt(max(matrix.shape[-2:])))
 
-    def _adamw_step(self, lr: float) -> None:
+    def _adamw_step(self, lr: float | Tensor) -> None:
         for group in self.adamw.param_groups:
             group["lr"] = lr
         self.adamw.state = self.state

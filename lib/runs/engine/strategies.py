@@ -251,7 +251,7 @@ def make_optimizer(
     if options.optimizer == "muon":
         from lib.runs.engine.muon import MuonAndAdamW
 
-        name = "ours" if options.ours else "adamw"
+        name = "ours" if options.ours and not options.graph else "adamw"
         optimizer: Optimizer = MuonAndAdamW(
             options, strategy, device, lambda some: _new_optimizer(replace(options, optimizer=name), some, device)
         )

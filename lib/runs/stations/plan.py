@@ -89,7 +89,7 @@ SMALL = Size(
     is_embedded=False,
     corpus="--clean --longest 20000",
     pretrain="--model small --length 1024 --batch 64 --steps 3200 --optimizer muon --lr 1e-3 --muon-lr 3e-3 "
-    "--schedule wsd --warmup 100 --eval-every 800 --save-every 400 --precision bf16 --compile",
+    "--schedule wsd --warmup 100 --eval-every 800 --save-every 400 --precision bf16 --compile --graph",
     tune="--lr 1e-4 --batch 32 --length 512 --steps 200 --warmup 20 --eval-every 50 --save-every 100 --precision bf16",
     reward="--new-tokens 128 --prompts 16 --group 8 --steps 80 --lr 2e-5 --micro-batch 64 --eval-every 20 "
     "--save-every 40 --precision bf16",

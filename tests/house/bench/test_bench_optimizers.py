@@ -50,7 +50,8 @@ def test_a_race_goes_on_with_what_is_missing_also_beside_another_process(folder)
     lost.unlink()
     with optimizers.claimed(lost) as is_mine, optimizers.claimed(lost) as is_also_mine:
         assert (is_mine, is_also_mine) == (True, False)
-        assert not optimizers.train_one([("adamw", 1e-3, 0)], pytest.fail, {}, folder / "units")
+        unit = {"kind": "adamw", "lr": 1e-3, "seed": 0}
+        assert not optimizers.train_one([unit], pytest.fail, {}, folder / "units")
     run_race(folder)
     assert load("optimizers", folder)["results"]["race"]["tuning"] == before
     assert kept.stat().st_mtime_ns == stays

@@ -77,7 +77,7 @@ def test_what_does_not_fit_is_one_line(capsys, tmp_path):
     for command, words in (
         (f"{GPT2} --muon-lr 0.02", ("--muon-lr 0.02", "--optimizer ours", "--optimizer muon")),
         (f"{GPT2} --optimizer muon --muon-lr 0.02 --lr 0", ("--muon-lr 0.02", "--lr 0")),
-        (f"{GPT2} --optimizer muon --graph", ("--graph", "--optimizer muon", "adamw")),
+        (f"{GPT2} --optimizer muon --graph --device cpu", ("--graph", "CUDA")),
         (f"{GPT2} --optimizer lion", ("'lion'", "muon")),
     ):
         ((status, said),) = programs.run_all(0, 1, [command])
@@ -88,3 +88,14 @@ def test_what_does_not_fit_is_one_line(capsys, tmp_path):
     ((status, said),) = programs.run_all(0, 1, [f"{GPT2} --checkpoint {tmp_path} --steps 6"])
     assert status == 2
     assert "optimizer = 'muon'" in said
+
+
+@pytest.mark.gpu
+@pytest.mark.time_limit(120)
+def test_a_graph_takes_the_same_steps_and_goes_on_where_a_run_without_one_ended(tmp_path):
+    begun = f"{GPT2} {MUON} --device cuda --steps 6"
+    train(f"{begun} --engine torch --log {tmp_path}/eager", f"{begun} --graph --log {tmp_path}/graph")
+    same(tmp_path / "graph", curve(tmp_path / "eager"), 1e-3)
+    kept = f"--log {tmp_path}/goes --checkpoint {tmp_path}/checkpoint"
+    train(f"{begun} {kept} --save-every 3 --steps 3 --warmup 1", f"{begun} {kept} --graph")
+    same(tmp_path / "goes", curve(tmp_path / "eager"), 1e-2)
