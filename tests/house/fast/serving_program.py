@@ -10,6 +10,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from lib.fast.attention.paged import prompt_attention_kernel
+from lib.fast.attention.paged_variants import store_kernel, variant_attention_kernel
 from lib.fast.parts.packed import packed_attention_kernel
 from lib.fast.parts.rows import rotate_and_store_kernel
 
@@ -38,4 +39,10 @@ for cache, largest in CACHES.items():
     if largest:
         queries = {"q": B16, "tables": I32, "lengths": I32, "o": F32, "lse": F32}
         build(packed_attention_kernel, queries | pools, sizes | {"ROWS": 16})
+tiles = dict.fromkeys(("tables", "sequences", "rows", "positions", "counts"), I64)
+tensors = dict.fromkeys(("q", "keys", "values", "sinks"), B16) | {"o": F32, "lse": F32, "cap": "fp32"}
+sizes = {"SIZE": 16, "GROUP": 2, "D": 64, "WIDTH": 64, "HEADS": 2, "QUERIES": 8, "COLS": 64}
+build(variant_attention_kernel, tensors | tiles | {"window": WHOLE, "N": WHOLE}, sizes | {"CAPPED": True, "SUNK": True})
+stored = dict.fromkeys(("k", "v", "keys", "values"), B16) | {"slots": I64, "n_columns": WHOLE}
+build(store_kernel, stored, {"COLS": 1024})
 print("compiled")
