@@ -44,7 +44,7 @@ from lib.training import cosine_schedule
 
 VOCAB = 512
 """Bytes need 256 ids; the table's size is a multiple of 128."""
-RATES = {"adamw": (6e-4, 1.2e-3, 2.4e-3, 4.8e-3), "stacked_muon": (1.2e-3, 2.4e-3, 4.8e-3, 9.6e-3)}
+RATES = {"adamw": (3e-4, 6e-4, 1.2e-3), "stacked_muon": (1.2e-3, 2.4e-3, 4.8e-3)}
 """The largest rates that are tried. With "match_rms_adamw" both optimizers' steps are about as long."""
 MUONS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "stacked_muon": StackedMuon,
@@ -360,7 +360,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a small model, to try the program")
     parser.add_argument("--plain", action="store_true", help="the model's kernels are PyTorch's alone")
-    parser.add_argument("--steps", type=whole(1), default=1200, help="steps of each training")
+    parser.add_argument("--steps", type=whole(1), default=1000, help="steps of each training")
     parser.add_argument("--batch", type=whole(1), default=16, help="sequences in a step")
     parser.add_argument("--length", type=whole(16), default=1024, help="bytes in a sequence")
     parser.add_argument("--seeds", type=whole(1), default=3, help="trainings with the best rate")
