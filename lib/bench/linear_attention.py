@@ -188,7 +188,8 @@ def measure_beside_fla(options: argparse.Namespace) -> None:
     print(results["error"], flush=True)
     for length in sizes.lengths:
         given = sizes.inputs(length)
-        runs = {n: functools.partial(form, **given) for n, form in {**states, "attention": attended}.items()}
+        forward = {**states, "attention": attended}
+        runs: dict[str, Callable] = {n: functools.partial(form, **given) for n, form in forward.items()}
         results["by_length"][str(length)] = found = timed(runs, sizes.device, 2 * N_ROUNDS)
         print(length, {n: s and round(1e3 * s["median"], 3) for n, s in found.items()}, flush=True)
         record("linear_attention_fla", results, options.folder)
