@@ -23,7 +23,10 @@ from lib.given.data.record import MEASUREMENTS
 if TYPE_CHECKING:
     import torch
 
-PACKAGES = ("torch", "numpy", "triton", "regex", "tokenizers", "tiktoken", "sentencepiece", "transformers", "mpi4py")
+PACKAGES = (
+    "torch", "numpy", "triton", "regex", "tokenizers", "tiktoken", "sentencepiece", "transformers", "mpi4py",
+    "flash-linear-attention",
+)  # fmt: skip
 Run = Callable[[], Any]
 T = TypeVar("T")
 

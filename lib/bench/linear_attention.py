@@ -3,7 +3,9 @@ several GPUs.
 
 Run ``python -m lib.bench.linear_attention`` on a machine with a GPU: it writes
 ``chapters/measurements/linear_attention.json``. With ``--ranks 4`` it measures ``sequence_parallel_linear_attention``
-beside chapter 18's ring instead, and writes ``linear_attention_parallel.json``. ``--device cpu --tiny`` tries either.
+beside chapter 18's ring instead, and writes ``linear_attention_parallel.json``. With ``--fla`` it measures the forward
+pass of flash-linear-attention's forms beside the chapter's kernel and attention, and writes
+``linear_attention_fla.json``. ``--device cpu --tiny`` tries each.
 """
 
 import argparse
@@ -57,15 +59,11 @@ class Sizes:
         return {name: x.requires_grad_(grad) for name, x in found.items()}
 
 
-@functools.cache
 def peers() -> dict[str, Callable]:
-    """flash-linear-attention's forms by name; none where it cannot be imported."""
-    try:
-        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-        from fla.ops.simple_gla import chunk_simple_gla
-    except Exception as error:  # an installed library may fail at import on another Triton
-        print(f"fla is not measured: {type(error).__name__}: {error}")
-        return {}
+    """flash-linear-attention's forms by name."""
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    from fla.ops.simple_gla import chunk_simple_gla
+
     return {
         "fla simple_gla": lambda q, k, v, beta, g: chunk_simple_gla(q, k, v, g=g)[0],
         "fla gated_delta_rule": lambda q, k, v, beta, g: chunk_gated_delta_rule(q, k, v, g=g, beta=beta)[0],
@@ -84,7 +82,6 @@ def forms() -> dict[str, Callable]:
         "chunked": lambda q, k, v, beta, g: linear_attention_chunked(q, k, v, g)[0],
         "delta chunked": lambda q, k, v, beta, g: delta_rule_chunked(q, k, v, beta, g)[0],
         "attention": attended,
-        **peers(),
     }
 
 
@@ -179,6 +176,37 @@ def measure(options: argparse.Namespace) -> None:
             record("linear_attention", results, options.folder)
 
 
+@torch.no_grad()
+def measure_beside_fla(options: argparse.Namespace) -> None:
+    """Seconds forward at each length, and how far each form is from the recurrence in float64 at a short one.
+
+    Forward only: on Hopper GPUs fla's backward pass refuses the versions of Triton before 3.7.1.
+    """
+    sizes = Sizes(options.device, options.tiny)
+    states = {"kernel": lambda q, k, v, beta, g: chunk_linear_attention(q, k, v, g)[0], **peers()}
+    results: dict[str, Any] = {"error": errors(states, sizes), "by_length": {}}
+    print(results["error"], flush=True)
+    for length in sizes.lengths:
+        given = sizes.inputs(length)
+        forward = {**states, "attention": attended}
+        runs: dict[str, Callable] = {n: functools.partial(form, **given) for n, form in forward.items()}
+        results["by_length"][str(length)] = found = timed(runs, sizes.device, 2 * N_ROUNDS)
+        print(length, {n: s and round(1e3 * s["median"], 3) for n, s in found.items()}, flush=True)
+        record("linear_attention_fla", results, options.folder)
+
+
+def errors(found: dict[str, Callable], sizes: Sizes) -> dict[str, float]:
+    """The largest error of each form over the largest output of the recurrence that it computes, in float64."""
+    given = sizes.inputs(sizes.lengths[0] // 8)
+    q, k, v, beta, g = (given[name].double() for name in ("q", "k", "v", "beta", "g"))
+    sums, delta = linear_attention_recurrent(q, k, v, g)[0], delta_rule_recurrent(q, k, v, beta, g)[0]
+    distances = {}
+    for name, form in found.items():
+        expected = delta if "delta" in name else sums
+        distances[name] = ((form(**given).double() - expected).abs().max() / expected.abs().max()).item()
+    return distances
+
+
 def measure_parallel(rank: int, device: torch.device, options: argparse.Namespace) -> None:
     """One sequence on all ranks: the state in one message, beside the keys and values that go round a ring."""
     import torch.distributed as dist
@@ -217,13 +245,14 @@ def main() -> None:
     parser = ProgramParser(description=__doc__)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--ranks", type=int, default=1, help="more than 1: a sequence on so many GPUs")
+    parser.add_argument("--fla", action="store_true", help="beside flash-linear-attention, which is installed")
     parser.add_argument("--tiny", action="store_true", help="small sizes, to try the program out")
     parser.add_argument("--folder", type=Path, default=MEASUREMENTS, help="where the JSON goes")
     options = parser.parse_args()
     if options.ranks > 1:
         spawn(measure_parallel, "nccl" if options.device == "cuda" else "gloo", options.ranks, options, limit_s=600)
     else:
-        measure(options)
+        (measure_beside_fla if options.fla else measure)(options)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lib.bench.kit import in_turns, record, seconds_of, spread, wait_for
+from lib.bench.kit import in_turns, record, seconds_of, spread
 from lib.fast import models as fast
 from lib.fast.parts.muon import StackedMuon
 from lib.given.data.record import MEASUREMENTS
@@ -44,7 +44,7 @@ from lib.training import cosine_schedule
 
 VOCAB = 512
 """Bytes need 256 ids; the table's size is a multiple of 128."""
-RATES = {"adamw": (6e-4, 1.2e-3, 2.4e-3, 4.8e-3), "stacked_muon": (1.2e-3, 2.4e-3, 4.8e-3, 9.6e-3)}
+RATES = {"adamw": (3e-4, 6e-4, 1.2e-3), "stacked_muon": (1.2e-3, 2.4e-3, 4.8e-3)}
 """The largest rates that are tried. With "match_rms_adamw" both optimizers' steps are about as long."""
 MUONS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "stacked_muon": StackedMuon,
@@ -185,7 +185,10 @@ class Training:
         return float(torch.stack(losses).mean())
 
     def run(self, steps: int) -> list[dict[str, float]]:
-        """Train all steps; the held-out loss after each ``eval_every``, with the seconds of the steps so far."""
+        """Train all steps; the held-out loss after each ``eval_every``, with the seconds of the steps so far.
+
+        A loss that is not finite ends the training.
+        """
         found, seconds = [], 0.0
         warmup = max(1, steps // 20)
         assert not isinstance(self.lr, Tensor)
@@ -201,6 +204,8 @@ class Training:
 
             seconds += seconds_of(train, self.o.device)
             found.append({"step": first + len(rates), "seconds": seconds, "loss": self.held_out_loss()})
+            if not math.isfinite(found[-1]["loss"]):
+                break
         return found
 
 
@@ -246,7 +251,7 @@ def speeds(model: Model, texts: tuple[Tensor, Tensor], o: argparse.Namespace) ->
         return update
 
     updates = in_turns({k: alone(t) for k, t in trainings.items()}, lambda run: seconds_of(run, o.device, 3), n)
-    wait_for(o.device)
+    model.model.zero_grad(set_to_none=True)
     return {
         "step_s": {kind: spread(times) for kind, times in steps.items()},
         "optimizer_s": {kind: spread(times) for kind, times in updates.items()},
@@ -289,9 +294,16 @@ def finished(
 
 
 def best_rate(kind: str, done: dict[Unit, Curve]) -> float:
-    """The rate with the lowest last loss, among those whose losses stayed finite."""
+    """The rate with the lowest last loss, among those whose losses stayed finite.
+
+    Raises:
+        ValueError: none did; the message has the optimizer and its losses.
+    """
     last = {lr: done[kind, lr, 0][-1]["loss"] for lr in RATES[kind]}
-    return min((lr for lr in last if math.isfinite(last[lr])), key=last.__getitem__)
+    finite = [lr for lr in last if math.isfinite(last[lr])]
+    if not finite:
+        raise ValueError(f"no training with {kind} stayed finite: the last losses are {last}")
+    return min(finite, key=last.__getitem__)
 
 
 def wanted(done: dict[Unit, Curve], n_seeds: int) -> list[Unit]:
@@ -381,7 +393,7 @@ def outcome(done: dict[Unit, Curve], n_seeds: int) -> dict[str, Any]:
 
 def settings_of(o: argparse.Namespace) -> dict[str, Any]:
     """What a record and its trainings must agree about."""
-    names = ("tiny", "steps", "batch", "length", "seeds", "eval_every", "eval_batches")
+    names = ("tiny", "plain", "steps", "batch", "length", "seeds", "eval_every", "eval_batches")
     return {name: getattr(o, name) for name in names}
 
 
@@ -390,7 +402,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("parts", nargs="*", choices=("speeds", "race", []), default=[], help="by default both")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a small model, to try the program")
-    parser.add_argument("--steps", type=whole(1), default=1200, help="steps of each training")
+    parser.add_argument("--plain", action="store_true", help="the model's kernels are PyTorch's alone")
+    parser.add_argument("--steps", type=whole(1), default=1000, help="steps of each training")
     parser.add_argument("--batch", type=whole(1), default=16, help="sequences in a step")
     parser.add_argument("--length", type=whole(16), default=1024, help="bytes in a sequence")
     parser.add_argument("--seeds", type=whole(1), default=3, help="trainings with the best rate")
@@ -405,7 +418,8 @@ def main(arguments: list[str] | None = None) -> None:
     texts = read_text(round(o.megabytes * 1e6))
     results = {"settings": settings_of(o), "bytes": [len(text) for text in texts], "prediction": prediction(o)}
     print(results, flush=True)
-    path = fast.Path(dtype=torch.bfloat16, kernels=o.device == "cuda", attention="quickest")
+    ours = o.device == "cuda" and not o.plain
+    path = fast.Path(dtype=torch.bfloat16, kernels=ours, attention="quickest" if ours else "fused")
     model = Model(config_of(o), o.device, path, o.device == "cuda")
     for part in o.parts or PARTS:
         results[part] = PARTS[part](model, texts, o)

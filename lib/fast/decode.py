@@ -104,8 +104,7 @@ class Steps:
     def __init__(self, model: Any, cache: Any, n_rows: int = MOST_SEQUENCES) -> None:
         self.model, self.cache, self.config = model, cache, model.config
         self.device = cache.keys.device
-        model.rope = model.rope.to(self.device)
-        self.layers = [self._layer(block) for block in model.layers]
+        self.layers = self._prepare()
         n_fields, width = FIELDS * MOST_SEQUENCES, -(-model.config.context_len // cache.block_size)
         host = torch.zeros(n_fields + MOST_SEQUENCES * width, dtype=torch.int64, pin_memory=self.device.type == "cuda")
         self._host, self._rows = host, torch.zeros_like(host, device=self.device, pin_memory=False)
@@ -119,6 +118,11 @@ class Steps:
         if self.device.type == "cuda":
             self.pool = torch.cuda.graph_pool_handle()
             self.processors = torch.cuda.get_device_properties(self.device).multi_processor_count
+
+    def _prepare(self) -> list[Any]:
+        """The layers' weights, and all else that must be on the device before the first step."""
+        self.model.rope = self.model.rope.to(self.device)
+        return [self._layer(block) for block in self.model.layers]
 
     @staticmethod
     def _layer(block: Any) -> Layer:

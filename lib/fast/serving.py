@@ -1,7 +1,7 @@
 """Runs a model on the tokens of many requests at once: the basis of chapter 21's engine and of the server.
 
 On a GPU a Llama takes the fast way: sequences that get one token pass through a CUDA graph, prompts through fused
-kernels (`lib.fast.decode`).
+kernels (`lib.fast.decode`; for chapter 23's variants, `lib.fast.decode_variants`).
 The learner's engine reads each step's logits before it schedules the next.
 `Runner.step_ahead` schedules the next step while the device computes this one, so that the work of both overlaps.
 """
@@ -17,7 +17,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from lib.fast.attention.paged import Tiles, cut
-from lib.fast.decode import MOST_SEQUENCES, Steps, can_step
+from lib.fast.decode import MOST_SEQUENCES
+from lib.fast.decode_variants import can_run, make_steps
 from lib.fast.parts.sample import NOT_FINITE, sample_rows
 from lib.fast.states import States
 from lib.flash_attention import flash_attention
@@ -91,13 +92,13 @@ class Runner:
         self.softcap = getattr(model.config, "softcap", None)
         self.sinks: Any = getattr(model, "sinks", [None] * len(self.cache.keys))
         self.states = States(self.cache) if "linear_attention" in getattr(model.config, "layer_types", ()) else None
-        self.steps = Steps(model, self.cache, scheduler.max_tokens) if self.is_fast() else None
+        self.steps = make_steps(model, self.cache, scheduler.max_tokens) if self.is_fast() else None
         self._known = [(-1, 0)] * MOST_SEQUENCES  # whose table each row of the next step holds, and of how many blocks
         self._flight = InFlight()
 
     def is_fast(self) -> bool:
         """Whether the model takes the fast way."""
-        return self.cache.keys.is_cuda and can_step(self.model, self.cache)
+        return self.cache.keys.is_cuda and can_run(self.model, self.cache)
 
     @property
     def is_busy(self) -> bool:

@@ -72,19 +72,22 @@ class Experts(nn.Module):
         self.down_proj = nn.Parameter(torch.randn(n_experts, hidden_dim, dim) * STD)
         self.down_proj_bias = nn.Parameter(torch.zeros(n_experts, dim))
 
-    def forward(self, expert: int, x: Float[Tensor, "n c"]) -> Float[Tensor, "n c"]:
-        """What one expert returns."""
-        both = x @ self.gate_up_proj[expert] + self.gate_up_proj_bias[expert]
-        gate, up = both[:, ::2].clamp(max=self.LIMIT), both[:, 1::2].clamp(-self.LIMIT, self.LIMIT)
+    def forward(self, expert: int | slice, x: Float[Tensor, "n c"]) -> Float[Tensor, "*e n c"]:
+        """What one expert, or each of several, returns."""
+        both = x @ self.gate_up_proj[expert] + self.gate_up_proj_bias[expert].unsqueeze(-2)
+        gate, up = both[..., ::2].clamp(max=self.LIMIT), both[..., 1::2].clamp(-self.LIMIT, self.LIMIT)
         hidden = (up + 1) * gate * torch.sigmoid(self.STEEPNESS * gate)
-        return hidden @ self.down_proj[expert] + self.down_proj_bias[expert]
+        return hidden @ self.down_proj[expert] + self.down_proj_bias[expert].unsqueeze(-2)
 
 
 class Routed(nn.Module):
     """gpt-oss's feed-forward layer: each token's ``top_k`` experts, by the softmax of their scores among these.
 
     Experts run one after the other, each on its own tokens.
+    For the few tokens of a decoding step, all experts run on all tokens: the host need not wait to hear which.
     """
+
+    FEW = 256
 
     def __init__(self, dim: int, hidden_dim: int, n_experts: int, top_k: int):
         super().__init__()
@@ -95,6 +98,9 @@ class Routed(nn.Module):
         rows = x.flatten(0, -2)
         scores, chosen = self.router(rows).topk(self.top_k, dim=-1)
         shares, out = scores.softmax(-1), torch.zeros_like(rows)
+        if len(rows) <= self.FEW and not torch.is_grad_enabled():
+            of_all = torch.zeros_like(rows[:, :1]).repeat(1, self.router.out_features).scatter(1, chosen, shares)
+            return torch.einsum("ne,enc->nc", of_all, self.experts(slice(None), rows)).view(x.shape)
         for expert in range(self.router.out_features):
             row, place = torch.where(chosen == expert)
             found = self.experts(expert, rows[row]) * shares[row, place, None]

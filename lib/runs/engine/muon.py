@@ -51,9 +51,7 @@ class MuonAndAdamW(Optimizer):
             (self._home(p) if matrices else self.others).append(p)
         self._make_muons(options, device)
         self.pieces = self._pieces()
-        decaying, plain = self._adamw_parameters()
-        groups = [{"params": decaying, "weight_decay": self.decay}, {"params": plain, "weight_decay": 0.0}]
-        self.adamw = make_adamw([group for group in groups if group["params"]])
+        self.adamw = make_adamw(self._adamw_groups())
         self.register_load_state_dict_post_hook(lambda _: self._count_on_device())
 
     def _make_muons(self, options: Options, device: torch.device) -> None:
@@ -101,11 +99,15 @@ class MuonAndAdamW(Optimizer):
                     found.setdefault(p, []).append((piece, part, member in self.strategy.decays))
         return found
 
-    def _adamw_parameters(self) -> tuple[list[Tensor], list[Tensor]]:
-        """What AdamW trains with decay, and without."""
+    def _adamw_groups(self) -> list[dict[str, Any]]:
+        """What AdamW trains, with and without decay, and apart by mesh: a fused step takes no mixture."""
         pairs = [(p, self.names[p] in self.strategy.decays) for p in self.others if not self._is_flat(p)]
         pairs += [(piece, decays) for parts in self.pieces.values() for piece, _, decays in parts]
-        return [p for p, decays in pairs if decays], [p for p, decays in pairs if not decays]
+        groups: dict[tuple[bool, int], list[Tensor]] = {}
+        for p, decays in pairs:
+            n_axes = p.device_mesh.ndim if isinstance(p, DTensor) else 0
+            groups.setdefault((decays, n_axes), []).append(p)
+        return [{"params": groups[key], "weight_decay": self.decay * key[0]} for key in sorted(groups, reverse=True)]
 
     def _is_flat(self, p: Tensor) -> bool:
         """Whether it is a row of several parameters, or of parts of them."""

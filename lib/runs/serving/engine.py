@@ -180,5 +180,6 @@ def describe_path(engine: Any) -> tuple[str, str]:
     """Which way an engine's steps take through the model: a word for the metrics, and a sentence for the log."""
     if engine.steps is not None:
         return "fast", "the fast step: fused kernels, and a CUDA graph for each of some batch sizes"
-    why = "it needs a plain Llama of one dtype" if engine.cache.keys.is_cuda else "the fast one needs a GPU"
+    needs = "it needs a Llama of one dtype without linear layers"
+    why = needs if engine.cache.keys.is_cuda else "the fast one needs a GPU"
     return "plain", f"the plain step, kernel by kernel: {why}"

@@ -64,6 +64,18 @@ def test_other_seeds_follow_when_all_rates_are_done(monkeypatch):
     assert optimizers.wanted({}, 3) == [("adamw", 1.0, 0), ("adamw", 2.0, 0), ("muon", 3.0, 0)]
     done = {("adamw", lr, 0): [{"loss": loss}] for lr, loss in ((1.0, float("nan")), (2.0, 5.0))}
     assert optimizers.wanted(done, 3) == [("muon", 3.0, 0), ("adamw", 2.0, 1), ("adamw", 2.0, 2)]
+    done["adamw", 2.0, 0] = done["adamw", 1.0, 0]
+    with pytest.raises(ValueError, match="adamw stayed finite"):
+        optimizers.wanted(done, 3)
+
+
+def test_a_training_ends_at_a_loss_that_is_not_finite(monkeypatch):
+    losses = iter([2.0, float("inf"), 1.0])
+    training = object.__new__(optimizers.Training)
+    training.o, training.lr = argparse.Namespace(eval_every=1, device="cpu"), 1.0
+    monkeypatch.setattr(optimizers.Training, "step", lambda self, lr: None)
+    monkeypatch.setattr(optimizers.Training, "held_out_loss", lambda self: next(losses))
+    assert [point["loss"] for point in training.run(3)] == [2.0, float("inf")]
 
 
 def test_the_prediction_is_of_the_products_over_those_of_a_step():

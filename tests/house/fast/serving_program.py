@@ -10,6 +10,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from lib.fast.attention.paged import prompt_attention_kernel
+from lib.fast.attention.paged_variants import store_kernel, variant_attention_kernel
 from lib.fast.parts.narrow import few_rows_kernel, one_int4_row_kernel, widen_kernel
 from lib.fast.parts.packed import packed_attention_kernel
 from lib.fast.parts.rows import one_row_kernel, rotate_and_store_kernel
@@ -55,4 +56,10 @@ for numbers, levels in (("*u8", True), ("*fp8e4nv", False)):
         build(one_int4_row_kernel, ROW | weight, ways | {"GROUPS": 16, "GROUP": 128})
     else:
         build(one_row_kernel, ROW | weight, ways | {"SCALED": True, "EVEN": True, "TERMS": 1024})
+tiles = dict.fromkeys(("tables", "sequences", "rows", "positions", "counts"), I64)
+tensors = dict.fromkeys(("q", "keys", "values", "sinks"), B16) | {"o": F32, "lse": F32, "cap": "fp32"}
+sizes = {"SIZE": 16, "GROUP": 2, "D": 64, "WIDTH": 64, "HEADS": 2, "QUERIES": 8, "COLS": 64}
+build(variant_attention_kernel, tensors | tiles | {"window": WHOLE, "N": WHOLE}, sizes | {"CAPPED": True, "SUNK": True})
+stored = dict.fromkeys(("k", "v", "keys", "values"), B16) | {"slots": I64, "n_columns": WHOLE}
+build(store_kernel, stored, {"COLS": 1024})
 print("compiled")

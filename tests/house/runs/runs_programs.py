@@ -4,6 +4,7 @@ import contextlib
 import io
 import os
 import signal
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -31,6 +32,13 @@ def run_all(rank: int, world_size: int, commands: list[str]) -> list[tuple[int, 
         results.append((status, said.getvalue()))
         wait_for_all()
     return results
+
+
+def run_all_fused(rank: int, world_size: int, commands: list[str]) -> list[tuple[int, str]]:
+    """`run_all` with PyTorch's AdamW in one kernel, as on a GPU: it takes no mixture of tensors."""
+    plain = torch.optim.AdamW
+    with mock.patch.object(torch.optim, "AdamW", lambda *args, **kw: plain(*args, **kw | {"fused": True})):
+        return run_all(rank, world_size, commands)
 
 
 def wait_for_all() -> None:

@@ -22,7 +22,8 @@ def test_every_strategy_trains_as_one_process_does(tmp_path, name):
     alone = curve(tmp_path / "alone")
     assert alone[3][0] != pytest.approx(curve(tmp_path / "adamw")[3][0], rel=1e-4)
     ways = {"gpt2": WAYS, "vit": WAYS[::2], "llama": WAYS[1:4:2]}[name]
-    on_ranks(programs.run_all, [f"{MODELS[name]} {MUON} {way} --log {tmp_path}/{i}" for i, way in enumerate(ways)])
+    commands = [f"{MODELS[name]} {MUON} {way} --log {tmp_path}/{i}" for i, way in enumerate(ways)]
+    on_ranks(programs.run_all_fused, commands)
     for i in range(len(ways)):
         same(tmp_path / str(i), alone, 1e-3)
 
