@@ -35,8 +35,12 @@ from lib.runs.serving.models import weight_bytes
 
 PROGRAM = "python -m lib.runs.reinforce"
 MEMORY_FLAGS = ("--micro-batch", "--at-once", "--new-tokens", "--model")
-TINY_DEFAULTS = {"lr": 1e-4, "warm": 150, "warm_lr": 3e-3, "new_tokens": 40}
-DEFAULTS = {"lr": 1e-6, "warm": 0, "warm_lr": 1e-5, "new_tokens": 128}
+DEFAULTS = {
+    "tiny": {"lr": 1e-4, "warm": 150, "warm_lr": 3e-3, "new_tokens": 40},
+    "small": {"lr": 1e-5, "warm": 300, "warm_lr": 1e-3, "new_tokens": 64},
+    "": {"lr": 1e-6, "warm": 0, "warm_lr": 1e-5, "new_tokens": 128},
+}
+"""By model; "" is that of a folder."""
 LOOKED_AT = 500
 """Questions that are looked at before the run for their length and their characters."""
 
@@ -53,8 +57,8 @@ def make_parser() -> Parser:
 
 def _add_what(parser: Parser) -> None:
     what = parser.add_argument_group("model and task")
-    what.add_argument("--model", required=True, type=filled, metavar="tiny|FOLDER",
-                      help="as for lib.runs.serve; tiny: chapter 29's Llama after 150 supervised steps")  # fmt: skip
+    what.add_argument("--model", required=True, type=filled, metavar="tiny|small|FOLDER",
+                      help="as for lib.runs.serve; tiny, small: a Llama of 0.1 or 19 million weights")  # fmt: skip
     what.add_argument("--tokenizer", type=filled, help="bytes, gpt2 or a tokenizer.json; default: the folder's")
     what.add_argument("--task", required=True, choices=tuple(KINDS))
     levels = (f"{name}: {k.unit}, {k.least} to {k.most}, default {k.usual}" for name, k in KINDS.items() if k.unit)
@@ -62,15 +66,21 @@ def _add_what(parser: Parser) -> None:
     what.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="gets the log, checkpoints, the model")
     what.add_argument("--format-weight", type=share, default=0.1, help="reward of a right form with a wrong answer")
     what.add_argument("--warm", type=whole(0), help="supervised steps on worked answers before the first reward; "
-                      "default: 150 for tiny, else 0")  # fmt: skip
-    what.add_argument("--warm-lr", type=positive, help="their largest learning rate; default: 3e-3 for tiny, else 1e-5")
+                      "default: 150 for tiny, 300 for small, else 0")  # fmt: skip
+    what.add_argument(
+        "--warm-lr",
+        type=positive,
+        help="their largest learning rate; default: 3e-3 for tiny, 1e-3 for small, else 1e-5",
+    )
 
 
 def _add_rollouts(parser: Parser) -> None:
     rollouts = parser.add_argument_group("rollouts")
     rollouts.add_argument("--prompts", type=whole(1), default=8, help="questions of a step")
     rollouts.add_argument("--group", type=whole(2), default=8, help="responses to each question")
-    rollouts.add_argument("--new-tokens", type=whole(1), help="of a response at most; default: 40 for tiny, else 128")
+    rollouts.add_argument(
+        "--new-tokens", type=whole(1), help="of a response at most; default: 40 for tiny, 64 for small, else 128"
+    )
     rollouts.add_argument("--temperature", type=positive, default=1.0)
     rollouts.add_argument("--lag", type=int, choices=(0, 1), default=0,
                           help="1: a step's responses are of the weights before the last step")  # fmt: skip
@@ -92,7 +102,7 @@ def _add_update(parser: Parser) -> None:
     update.add_argument("--cap", type=positive, default=2.0, help="largest weight")
     update.add_argument("--floor", type=share, default=0.0, help="smallest weight with --correction mask")
     update.add_argument("--kl-coef", type=share, default=0.0, help="of the divergence from the model at the beginning")
-    update.add_argument("--lr", type=share, help="AdamW's; default: 1e-4 for tiny, else 1e-6")
+    update.add_argument("--lr", type=share, help="AdamW's; default: 1e-4 for tiny, 1e-5 for small, else 1e-6")
     update.add_argument("--clip", type=positive, default=1.0, help="largest norm of the gradient")
     update.add_argument("--micro-batch", type=whole(1), default=16, help="responses that are trained on at a time")
     update.add_argument("--precision", choices=("float32", "tf32", "bf16"), default="float32",
@@ -118,7 +128,7 @@ def complete(o: argparse.Namespace) -> argparse.Namespace:
         UsageError: two of them exclude each other.
     """
     o = copy.copy(o)
-    for name, value in (TINY_DEFAULTS if o.model == "tiny" else DEFAULTS).items():
+    for name, value in DEFAULTS.get(o.model, DEFAULTS[""]).items():
         if getattr(o, name) is None:
             setattr(o, name, value)
     o.difficulty = check_difficulty(o.task, o.difficulty)
