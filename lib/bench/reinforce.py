@@ -69,7 +69,7 @@ def read(folder: Path, price: float | None) -> dict[str, Any]:
         "rates": {name: spread([line[name] for line in lines]) for name in RATES},
         "memory_peak_bytes": max(line["memory_peak_bytes"] for line in lines),
         "rollout_tokens": round(sum(line["length"] for line in lines) * rows),
-        "train_tokens": round(sum(line["train_tokens_per_s"] * line["rollout_idle"] * line["seconds"]
+        "train_tokens": round(sum(line["train_tokens_per_s"] * (1 - line["train_idle"]) * line["seconds"]
                                   for line in lines)),
         "seconds": seconds,
         "dollars": None if price is None else seconds / 3600 * price,

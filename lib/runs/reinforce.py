@@ -1,4 +1,4 @@
-"""Train a model with rewards that a program can check, by chapter 29's functions, on one device.
+"""Train a model with rewards that a program can check, by chapter 29's functions.
 
 python -m lib.runs.reinforce --model tiny --task sums --out runs/sums
 python -m lib.runs.reinforce --model runs/tuned --task countdown --difficulty 3 --algorithm gspo --lag 1 \\
@@ -7,6 +7,9 @@ python -m lib.runs.reinforce --model runs/tuned --task countdown --difficulty 3 
 Each step asks a few questions of the task, samples a group of responses to each on chapter 21's engine, and updates the
 model towards the better ones. The folder gets log.jsonl, a checkpoint, and at the end the model, which lib.runs.serve
 and lib.runs.evaluate load. A run that finds a checkpoint there continues from it.
+
+On several ranks (torchrun --nproc-per-node 2 -m lib.runs.reinforce ...) rank 0 trains, and the others sample. With
+--lag 1 they do so at the same time.
 """
 
 import argparse
@@ -18,14 +21,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from lib.given.models.rewards import AGGREGATIONS, MODES
 from lib.runs.engine import state as checkpoints
 from lib.runs.engine.options import check_places, check_unlocked, lock_places, make_places
-from lib.runs.engine.signals import STATUS
+from lib.runs.engine.signals import STATUS, follow_launcher
+from lib.runs.engine.world import World, agree, choose_device, find_world, start_group
 from lib.runs.flags import Parser, UsageError, positive, share, whole
 from lib.runs.memory import block_bytes, check_need, shortage
-from lib.runs.reinforcing.loop import DTYPES, Run, run_of
+from lib.runs.reinforcing.loop import Run, run_of
+from lib.runs.reinforcing.samplers import DTYPES, Sampler, There
 from lib.runs.reinforcing.sampling import BLOCK, n_blocks
 from lib.runs.reinforcing.start import Policy, check_questions, find, warm
 from lib.runs.reinforcing.tasks import KINDS, check_difficulty, draw, endless
@@ -84,6 +90,8 @@ def _add_rollouts(parser: Parser) -> None:
     rollouts.add_argument("--temperature", type=positive, default=1.0)
     rollouts.add_argument("--lag", type=int, choices=(0, 1), default=0,
                           help="1: a step's responses are of the weights before the last step")  # fmt: skip
+    rollouts.add_argument("--bucket-mb", type=positive, default=64.0,
+                          help="of weights that are sent at a time to ranks that sample")  # fmt: skip
     rollouts.add_argument("--at-once", type=whole(1), help="responses that the cache has room for; default: all")
     rollouts.add_argument("--sampler-dtype", choices=tuple(DTYPES), default="float32",
                           help="of the engine's weights and cache; bf16 makes a copy of the weights")  # fmt: skip
@@ -146,13 +154,6 @@ def complete(o: argparse.Namespace) -> argparse.Namespace:
     return o
 
 
-def choose_device(asked: str) -> torch.device:
-    has_gpu = torch.cuda.is_available()
-    if asked == "cuda" and not has_gpu:
-        raise UsageError("--device cuda: this machine has no GPU that PyTorch can use; expected cpu")
-    return torch.device("cuda" if has_gpu and asked != "cpu" else "cpu")
-
-
 def check_memory(policy: Policy, o: argparse.Namespace, device: torch.device) -> None:
     """Check that the run can fit, before anything is on the device.
 
@@ -175,35 +176,63 @@ def check_memory(policy: Policy, o: argparse.Namespace, device: torch.device) ->
                MEMORY_FLAGS)  # fmt: skip
 
 
-def prepare(o: argparse.Namespace, held: ExitStack) -> Run:
-    """Check the request, lock the folder, and build or resume the run.
+def set_up(o: argparse.Namespace, world: World) -> torch.device:
+    """Set PyTorch's process-wide options; returns this rank's device.
+
+    Raises:
+        UsageError: it is not there, or more ranks than questions are to sample.
+    """
+    if world.size - 1 > o.prompts:
+        raise UsageError(f"--prompts {o.prompts}: {world.size - 1} ranks sample; expected at least as many questions")
+    if world.launcher == "torchrun":
+        follow_launcher()
+    device = choose_device(o.device, world)
+    if device.type == "cpu":
+        torch.set_num_threads(o.threads)
+    else:
+        torch.cuda.set_device(device)
+    torch.set_float32_matmul_precision("high" if o.precision == "tf32" else "highest")
+    return device
+
+
+def prepare(o: argparse.Namespace, held: ExitStack) -> Run | Sampler:
+    """Check the request, lock the folder, and build or resume the run, or this rank's part of it.
 
     Raises:
         UsageError: the request is wrong, or the folder is of another run.
     """
-    o = complete(o)
-    device = choose_device(o.device)
-    if device.type == "cpu":
-        torch.set_num_threads(o.threads)
-    torch.set_float32_matmul_precision("high" if o.precision == "tf32" else "highest")
+    o, world = complete(o), find_world()
+    device = set_up(o, world)
     places: Any = SimpleNamespace(**vars(o))
     check_places(places)
     check_unlocked(places)
     check_need(weight_bytes(o.model), torch.device("cpu"), f"--model {o.model}: weights", ["--model"])
     questions, held_out = ask(o)
     make_places(places)
-    lock_places(places, 0, held)
+    if world.size > 1:
+        start_group(world, device)
+    lock_places(places, world.rank, held)
     found = checkpoints.peek(places)
+    if world.size > 1:
+        agree(found and found["step"], "the step of the checkpoint")
     torch.manual_seed(o.seed)
+    if world.rank:
+        dist.barrier()  # rank 0 has then written the tokenizer of a model that has its own
     policy = find(o.model, o.tokenizer, o.out)
+    if world.size > 1 and not world.rank:
+        dist.barrier()
     checkpoints.check_same_run(places, found, run_of(policy, o))
     check_questions(policy, [*questions, *held_out], o.task, o.new_tokens)
     check_memory(policy, o, device)
     policy.model.to(device)
+    objects = dist.new_group(backend="gloo") if world.size > 1 and device.type == "cuda" else None
+    if world.rank:
+        return Sampler(policy, o, device, objects)
     if o.warm and found is None:
         loss = warm(policy, endless(o.task, o.difficulty, 2 * o.seed), o.warm, o.warm_lr)
         print(f"{o.warm} supervised steps: loss {loss:.3f} nats a token", file=sys.stderr, flush=True)
-    return Run(policy, held_out, o, device, found is not None)
+    sampler = There(policy, o, device, objects) if world.size > 1 else None
+    return Run(policy, held_out, o, device, found is not None, sampler)
 
 
 def ask(o: argparse.Namespace) -> tuple[list[Any], list[Any]]:
@@ -223,12 +252,16 @@ def main(argv: list[str] | None = None) -> int:
     """Returns the exit status: 0, or 75 if asked to leave before the last step,
     or 2 after one line about what is wrong with the request.
     """
+    group_was_there = dist.is_initialized()
     try:
         with ExitStack() as held:
             run = prepare(make_parser().parse_args(argv), held)
             is_done = run.go()
-            print(run.summary(), file=sys.stderr, flush=True)
-            return 0 if is_done else STATUS
+            if isinstance(run, Run):
+                print(run.summary(), file=sys.stderr, flush=True)
+        if dist.is_initialized() and not group_was_there:  # after an error NCCL would wait for the other ranks here
+            dist.destroy_process_group()
+        return 0 if is_done else STATUS
     except UsageError as error:
         why: str | None = str(error)
     except (MemoryError, OSError, RuntimeError) as error:

@@ -86,7 +86,9 @@ def find(model: str, tokenizer: str | None, out: Path) -> Policy:
                 f"--tokenizer {tokenizer} with --model {model}, which has its own: expected no --tokenizer"
             )
         path = out / export.TOKENIZER
-        path.write_text(json.dumps(letters()) + "\n", encoding="utf-8")
+        text = json.dumps(letters()) + "\n"
+        if not path.is_file() or path.read_text(encoding="utf-8") != text:
+            path.write_text(text, encoding="utf-8")
         return Policy(Llama(OWN[model]), FileTokenizer(str(path), [Characters().eos_id]), Characters().eos_id)
     served = load_plain(model, tokenizer)
     return Policy(served.model.requires_grad_(True), served.tokenizer, min(served.tokenizer.end_ids, default=0),
