@@ -67,8 +67,8 @@ class Run:
         return value.to(self.device) if isinstance(value, Tensor) else value
 
     def _strategy(self) -> Any:
-        """What the checkpoints of ``lib.runs.engine`` need to know: every process holds the whole model."""
-        return SimpleNamespace(is_divided=False, model=self.policy.model)
+        """What the checkpoints of ``lib.runs.engine`` need to know: this rank alone trains, and has the whole model."""
+        return SimpleNamespace(is_divided=False, is_alone=True, model=self.policy.model)
 
     def save(self) -> None:
         """Write a checkpoint. It holds the batches that a lag has sampled ahead, since older weights made them.
