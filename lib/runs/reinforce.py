@@ -64,7 +64,7 @@ def make_parser() -> Parser:
 def _add_what(parser: Parser) -> None:
     what = parser.add_argument_group("model and task")
     what.add_argument("--model", required=True, type=filled, metavar="tiny|small|FOLDER",
-                      help="as for lib.runs.serve; tiny, small: a Llama of 0.1 or 19 million weights")  # fmt: skip
+                      help="as for lib.runs.serve; tiny, small: a Llama of 0.1 or 3 million weights")  # fmt: skip
     what.add_argument("--tokenizer", type=filled, help="bytes, gpt2 or a tokenizer.json; default: the folder's")
     what.add_argument("--task", required=True, choices=tuple(KINDS))
     levels = (f"{name}: {k.unit}, {k.least} to {k.most}, default {k.usual}" for name, k in KINDS.items() if k.unit)
@@ -211,6 +211,9 @@ def prepare(o: argparse.Namespace, held: ExitStack) -> Run | Sampler:
     make_places(places)
     if world.size > 1:
         start_group(world, device)
+        agree(
+            {name: str(value) for name, value in vars(o).items()}, "the flags"
+        )  # and no rank looks at the locks any more
     lock_places(places, world.rank, held)
     found = checkpoints.peek(places)
     if world.size > 1:
