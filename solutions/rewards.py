@@ -403,9 +403,7 @@ class _Recorder(Engine):
         return iter(logits)
 
 
-def _sample(
-    model: nn.Module, requests: list[Request], scheduler: Scheduler, temperature: float
-) -> dict[Request, list[tuple[int, float]]]:
+def _sample(model: nn.Module, requests: list[Request], scheduler: Scheduler, temperature: float) -> dict[Request, Any]:
     """The new tokens of each request, each with its log-probability."""
     engine, found = _Recorder(model, scheduler), dict[Request, list[tuple[int, float]]]()
     try:
@@ -415,11 +413,9 @@ def _sample(
         while engine.is_busy:
             if new := engine.step():
                 logits = torch.stack(engine.drawn_from).float()  # all rows at once: one wait for the device, not N
-                tokens = torch.tensor([token for _, token in new], device=logits.device)[:, None]
-                log_probs = (logits / temperature).log_softmax(-1).gather(-1, tokens)[:, 0].tolist()
+                log_probs = (logits / temperature).log_softmax(-1)[range(len(new)), [token for _, token in new]].tolist()
                 for (request, token), log_prob in zip(new, log_probs, strict=True):
-                    if request in found:
-                        found[request].append((token, log_prob))
+                    found[request].append((token, log_prob))
     finally:
         for request in found:
             engine.cancel(request)
