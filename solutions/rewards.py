@@ -413,7 +413,7 @@ def _sample(model: nn.Module, requests: list[Request], scheduler: Scheduler, tem
         while engine.is_busy:
             if new := engine.step():
                 logits = torch.stack(engine.drawn_from).float()  # all rows at once: one wait for the device, not N
-                log_probs = (logits / temperature).log_softmax(-1)[range(len(new)), [token for _, token in new]].tolist()
+                log_probs = (logits / temperature).log_softmax(-1)[range(len(new)), [t for _, t in new]].tolist()
                 for (request, token), log_prob in zip(new, log_probs, strict=True):
                     found[request].append((token, log_prob))
     finally:

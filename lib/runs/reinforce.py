@@ -209,21 +209,9 @@ def prepare(o: argparse.Namespace, held: ExitStack) -> Run | Sampler:
     check_need(weight_bytes(o.model), torch.device("cpu"), f"--model {o.model}: weights", ["--model"])
     questions, held_out = ask(o)
     make_places(places)
-    if world.size > 1:
-        start_group(world, device)
-        agree(
-            {name: str(value) for name, value in vars(o).items()}, "the flags"
-        )  # and no rank looks at the locks any more
-    lock_places(places, world.rank, held)
-    found = checkpoints.peek(places)
-    if world.size > 1:
-        agree(found and found["step"], "the step of the checkpoint")
+    found = take_places(places, world, device, held)
     torch.manual_seed(o.seed)
-    if world.rank:
-        dist.barrier()  # rank 0 has then written the tokenizer of a model that has its own
-    policy = find(o.model, o.tokenizer, o.out)
-    if world.size > 1 and not world.rank:
-        dist.barrier()
+    policy = find_together(o, world)
     checkpoints.check_same_run(places, found, run_of(policy, o))
     check_questions(policy, [*questions, *held_out], o.task, o.new_tokens)
     check_memory(policy, o, device)
@@ -236,6 +224,35 @@ def prepare(o: argparse.Namespace, held: ExitStack) -> Run | Sampler:
         print(f"{o.warm} supervised steps: loss {loss:.3f} nats a token", file=sys.stderr, flush=True)
     sampler = There(policy, o, device, objects) if world.size > 1 else None
     return Run(policy, held_out, o, device, found is not None, sampler)
+
+
+def take_places(places: Any, world: World, device: torch.device, held: ExitStack) -> dict[str, Any] | None:
+    """Start the group, lock the folder, and read what its checkpoint says of its run; None without one.
+
+    Raises:
+        UsageError: the ranks were asked for different runs, or another run has the folder.
+    """
+    if world.size > 1:
+        start_group(world, device)
+        agree({name: str(value) for name, value in vars(places).items()}, "the flags")  # all have looked at the locks
+    lock_places(places, world.rank, held)
+    found = checkpoints.peek(places)
+    agree(found and found["step"], "the step of the checkpoint")
+    return found
+
+
+def find_together(o: argparse.Namespace, world: World) -> Policy:
+    """The model on every rank; rank 0 comes first, since it writes the tokenizer of a model that has its own.
+
+    Raises:
+        UsageError: there is no such model.
+    """
+    if world.rank:
+        dist.barrier()
+    policy = find(o.model, o.tokenizer, o.out)
+    if world.size > 1 and not world.rank:
+        dist.barrier()
+    return policy
 
 
 def ask(o: argparse.Namespace) -> tuple[list[Any], list[Any]]:

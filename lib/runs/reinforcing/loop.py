@@ -126,8 +126,7 @@ class Run:
 
     def step(self, step: int, log: Log) -> dict[str, Any]:
         """Sample what the lag allows, update with the oldest batch; what the log says of the step."""
-        o, begin = self.o, clock(self.device)
-        sent = self.sampler.weight_bytes, self.sampler.weight_seconds
+        begin, sent = clock(self.device), (self.sampler.weight_bytes, self.sampler.weight_seconds)
         self.sample(step)
         between = clock(self.device)
         batch = self.pending.popleft()
@@ -137,24 +136,17 @@ class Run:
         if not isinstance(self.sampler, There):
             busy = between - begin
         mask = batch["response_mask"]
-        n_train = o.updates * int((mask.sum(-1) + mask.int().argmax(-1)).sum())  # a prompt is one token longer
-        whole = end - begin
-        self.spent["seconds"] += whole
-        self.spent["rollout_tokens"] += sampled
-        self.spent["train_tokens"] += n_train
+        n_train = self.o.updates * int((mask.sum(-1) + mask.int().argmax(-1)).sum())  # a prompt is one token longer
+        for name, value in (("seconds", end - begin), ("rollout_tokens", sampled), ("train_tokens", n_train)):
+            self.spent[name] += value
         if hasattr(log.bar, "set_postfix"):
             log.bar.set_postfix(reward=f"{batch['stats']['reward']:.3f}", length=f"{batch['stats']['length']:.1f}")
-        return trained | batch["stats"] | {
-            "lr": o.lr,
-            "lag": step * o.updates - batch["version"],
-            "rollout_tokens_per_s": sampled / busy if sampled else 0.0,
-            "train_tokens_per_s": n_train / (end - between),
-            "rollout_idle": max(0.0, 1 - busy / whole),
-            "train_idle": 1 - (end - between) / whole,
+        return trained | batch["stats"] | rates(sampled, busy, n_train, end - between, end - begin) | {
+            "lr": self.o.lr,
+            "lag": step * self.o.updates - batch["version"],
             "weight_bytes": self.sampler.weight_bytes - sent[0],
             "weight_seconds": self.sampler.weight_seconds - sent[1],
             "memory_peak_bytes": memory_peak_bytes(self.device),
-            "seconds": whole,
         }  # fmt: skip
 
     def sample(self, step: int) -> None:
@@ -191,6 +183,23 @@ class Run:
         )
         n, seconds = self.spent["rollout_tokens"], self.spent["seconds"]
         return f"held-out answers right: {first} before, {last} after {n:,} sampled tokens in {seconds:,.1f} s"
+
+
+def rates(sampled: int, busy: float, trained: int, train_s: float, whole: float) -> dict[str, float]:
+    """Tokens a second while sampler and trainer worked, and the share of a step in which each did not.
+
+    Args:
+        sampled, trained: Tokens.
+        busy, train_s: Seconds in which the sampler and the trainer worked.
+        whole: Seconds of the step.
+    """
+    return {
+        "rollout_tokens_per_s": sampled / busy if sampled else 0.0,
+        "train_tokens_per_s": trained / train_s,
+        "rollout_idle": max(0.0, 1 - busy / whole),
+        "train_idle": 1 - train_s / whole,
+        "seconds": whole,
+    }
 
 
 def run_of(policy: Policy, o: argparse.Namespace) -> dict[str, Any]:
