@@ -25,7 +25,7 @@ from lib.runs.engine.log import read_log
 from lib.runs.flags import ProgramParser, positive, whole
 
 CURVES = ("reward", "right", "format", "groups_that_differ", "length", "length_max", "cut_off", "entropy", "drift",
-          "drift_max", "drift_kl", "clip_fraction", "grad_norm", "lag")  # fmt: skip
+          "drift_max", "drift_kl", "clip_fraction", "grad_norm", "lag", "weight_bytes", "weight_seconds")  # fmt: skip
 RATES = ("rollout_tokens_per_s", "train_tokens_per_s", "rollout_idle", "train_idle")
 LOOKS = ("step", "held_out_right", "held_out_low", "held_out_high", "held_out_format", "held_out_length", "sample")
 GAP_S = 5.0
@@ -69,7 +69,7 @@ def read(folder: Path, price: float | None) -> dict[str, Any]:
         "rates": {name: spread([line[name] for line in lines]) for name in RATES},
         "memory_peak_bytes": max(line["memory_peak_bytes"] for line in lines),
         "rollout_tokens": round(sum(line["length"] for line in lines) * rows),
-        "train_tokens": round(sum(line["train_tokens_per_s"] * line["rollout_idle"] * line["seconds"]
+        "train_tokens": round(sum(line["train_tokens_per_s"] * (1 - line["train_idle"]) * line["seconds"]
                                   for line in lines)),
         "seconds": seconds,
         "dollars": None if price is None else seconds / 3600 * price,

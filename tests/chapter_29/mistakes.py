@@ -378,12 +378,12 @@ edits(
     """
     the log-probabilities are of the logits without the temperature, not of what was drawn from
     @@ _sample
-    - logits.float() / request.temperature
-    + logits.float()
+    - (logits / temperature).log_softmax(-1)
+    + logits.log_softmax(-1)
     the log-probabilities are divided by the temperature: the logits are, before the softmax
     @@ _sample
-    - (logits.float() / request.temperature).log_softmax(-1)[token]
-    + logits.float().log_softmax(-1)[token] / request.temperature
+    - (logits / temperature).log_softmax(-1)
+    + (logits.log_softmax(-1) / temperature)
     the seeds begin again with each prompt: row n has the seed `seed + n`, whatever its prompt
     - temperature, seed + n, eos_id=eos_id
     + temperature, seed + n % group_size, eos_id=eos_id
@@ -417,8 +417,8 @@ edits(
     - max(lengths, default=1)), pad_id
     + max(lengths, default=1)), 0
     the log-probabilities come from a second pass of the model
-    - found = _sample(model, requests, scheduler)
-    + found = _sample(model, requests, scheduler)
+    - found = _sample(model, requests, scheduler, temperature)
+    + found = _sample(model, requests, scheduler, temperature)
     + with torch.no_grad():
     +     for request in requests:
     +         row = torch.tensor([request.tokens + [token for token, _ in found[request]]])

@@ -18,6 +18,8 @@ AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token
 """verl's names for the ways to make one number of a matrix of losses."""
 TINY = LlamaConfig(vocab_size=len(Characters()), dim=64, n_layers=2, n_heads=4, hidden_dim=160, context_len=64)
 """The Llama of the chapter's page, which reads the tasks' characters."""
+SMALL = LlamaConfig(vocab_size=len(Characters()), dim=256, n_layers=4, n_heads=4, hidden_dim=704, context_len=128)
+"""One of 3 million weights, which a GPU tunes for a task in seconds."""
 
 
 def expect(name: str, value: Any, choices: Iterable[Any]) -> None:

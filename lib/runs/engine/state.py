@@ -182,7 +182,8 @@ def _save(
             save_checkpoint(folder / FILE, strategy.model, optimizer, step, **state)
             for old in folder.glob("step_????????"):
                 shutil.rmtree(old, ignore_errors=True)
-        _barrier()
+        if not getattr(strategy, "is_alone", False):
+            _barrier()
         return
     final = folder / f"step_{step:08d}"
     being_written = final.with_name(f".{final.name}")

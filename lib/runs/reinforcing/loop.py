@@ -3,7 +3,6 @@
 import argparse
 import copy
 import sys
-import time
 from collections import deque
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +14,8 @@ from lib.given.data.tasks import Question
 from lib.runs.engine import state as checkpoints
 from lib.runs.engine.log import Log, memory_peak_bytes
 from lib.runs.engine.signals import Signals
-from lib.runs.reinforcing.sampling import evaluate, rollout
+from lib.runs.reinforcing.samplers import Here, There, clock
+from lib.runs.reinforcing.sampling import evaluate
 from lib.runs.reinforcing.start import Policy, describe, keep_tokenizer, write
 from lib.runs.reinforcing.update import update, views
 from lib.training import AdamW
@@ -25,15 +25,14 @@ HOW = ("task", "difficulty", "prompts", "group", "new_tokens", "temperature", "l
        "normalize_by_std", "loss_agg_mode", "loss_scale_factor", "clip_low", "clip_high", "correction", "cap", "floor",
        "kl_coef", "format_weight", "lr", "clip", "warm", "precision", "sampler_dtype", "seed")  # fmt: skip
 """Settings that must not change when a run is resumed."""
-DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Run:
     """A policy in training, on one device.
 
-    Sampler and trainer take turns. With a lag, a batch is sampled before the updates that it could have waited for,
-    so that no second copy of the weights is needed: the engine reads the trainer's own, unless it is to read them in
-    another dtype.
+    On one rank, sampler and trainer take turns. With a lag, a batch is sampled before the updates that it could have
+    waited for, so that no second copy of the weights is needed: the engine reads the trainer's own, unless it is to
+    read them in another dtype. Where other ranks sample, a lag lets them work while this one trains.
 
     Args:
         policy: On the device.
@@ -41,18 +40,19 @@ class Run:
         o: The settings, complete.
         device: Of everything.
         resumes: Whether there is a checkpoint to continue from.
+        sampler: Makes the rollouts; None makes them here.
     """
 
-    def __init__(self, policy: Policy, held_out: list[Question], o: Any, device: torch.device, resumes: bool):
+    def __init__(self, policy: Policy, held_out: list[Question], o: Any, device: torch.device, resumes: bool,
+                 sampler: Here | None = None):  # fmt: skip
         self.policy, self.held_out, self.o, self.device = policy, held_out, o, device
+        self.sampler = sampler or Here(policy, o, device)
         self.optimizer = AdamW(policy.model.parameters(), lr=o.lr, weight_decay=0.0)
         self.pending: deque[dict[str, Any]] = deque()  # batches that are sampled and not yet trained on
         self.spent = {"seconds": 0.0, "rollout_tokens": 0, "train_tokens": 0}
         self.first: dict[str, Any] = {}  # the evaluation before the first update
         self.last: dict[str, Any] = {}
         self.reference = copy.deepcopy(policy.model).requires_grad_(False) if o.kl_coef else None
-        is_shared = DTYPES[o.sampler_dtype] == next(policy.model.parameters()).dtype
-        self.sampler = policy.model if is_shared else copy.deepcopy(policy.model).to(DTYPES[o.sampler_dtype])
         self.done = self._resume() if resumes else 0
 
     def _resume(self) -> int:
@@ -67,11 +67,15 @@ class Run:
         return value.to(self.device) if isinstance(value, Tensor) else value
 
     def _strategy(self) -> Any:
-        """What the checkpoints of ``lib.runs.engine`` need to know: every process holds the whole model."""
-        return SimpleNamespace(is_divided=False, model=self.policy.model)
+        """What the checkpoints of ``lib.runs.engine`` need to know: this rank alone trains, and has the whole model."""
+        return SimpleNamespace(is_divided=False, is_alone=True, model=self.policy.model)
 
     def save(self) -> None:
-        """Write a checkpoint. It holds the batches that a lag has sampled ahead, since older weights made them."""
+        """Write a checkpoint. It holds the batches that a lag has sampled ahead, since older weights made them.
+
+        It does not say which ranks sampled them, so that the run may go on with more ranks, or with fewer.
+        """
+        self.pending.extend(self.sampler.take(self.sampler.n_asked))
         kept: dict[str, Any] = {name: getattr(self, name) for name in ("spent", "first", "last")}
         if self.reference is not None:
             kept["reference"] = self.reference.state_dict()
@@ -103,6 +107,7 @@ class Run:
                         break
         finally:
             log.close()
+        self.sampler.close()
         if self.done < o.steps:
             print(f"asked to leave after step {self.done} of {o.steps}: a checkpoint is in {o.out}", file=sys.stderr)
             return False
@@ -119,49 +124,40 @@ class Run:
             print("warning: no answer has the form </think><answer>...</answer>, and until some have there is nothing "
                   "to learn from: tune the model on the form first, or ask for --warm", file=sys.stderr)  # fmt: skip
 
-    def clock(self) -> float:
-        """The time when the device has done all its work."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()
-
     def step(self, step: int, log: Log) -> dict[str, Any]:
         """Sample what the lag allows, update with the oldest batch; what the log says of the step."""
-        o, begin = self.o, self.clock()
-        sampled = self.sample(step)
-        between = self.clock()
+        begin, sent = clock(self.device), (self.sampler.weight_bytes, self.sampler.weight_seconds)
+        self.sample(step)
+        between = clock(self.device)
         batch = self.pending.popleft()
         trained = self.train(batch)
-        end = self.clock()
+        end = clock(self.device)
+        sampled, busy = self.sampler.spent()
+        if not isinstance(self.sampler, There):
+            busy = between - begin
         mask = batch["response_mask"]
-        n_train = o.updates * int((mask.sum(-1) + mask.int().argmax(-1)).sum())  # a prompt is one token longer
-        seconds = {"rollout": between - begin, "train": end - between}
-        whole = end - begin
-        self.spent["seconds"] += whole
-        self.spent["rollout_tokens"] += sampled
-        self.spent["train_tokens"] += n_train
+        n_train = self.o.updates * int((mask.sum(-1) + mask.int().argmax(-1)).sum())  # a prompt is one token longer
+        for name, value in (("seconds", end - begin), ("rollout_tokens", sampled), ("train_tokens", n_train)):
+            self.spent[name] += value
         if hasattr(log.bar, "set_postfix"):
             log.bar.set_postfix(reward=f"{batch['stats']['reward']:.3f}", length=f"{batch['stats']['length']:.1f}")
-        return trained | batch["stats"] | {
-            "lr": o.lr,
-            "lag": step * o.updates - batch["version"],
-            "rollout_tokens_per_s": sampled / seconds["rollout"],
-            "train_tokens_per_s": n_train / seconds["train"],
-            "rollout_idle": seconds["train"] / whole,
-            "train_idle": seconds["rollout"] / whole,
+        return trained | batch["stats"] | rates(sampled, busy, n_train, end - between, end - begin) | {
+            "lr": self.o.lr,
+            "lag": step * self.o.updates - batch["version"],
+            "weight_bytes": self.sampler.weight_bytes - sent[0],
+            "weight_seconds": self.sampler.weight_seconds - sent[1],
             "memory_peak_bytes": memory_peak_bytes(self.device),
-            "seconds": whole,
         }  # fmt: skip
 
-    def sample(self, step: int) -> int:
-        """Roll out the batches up to the one that is the lag ahead; returns the number of new tokens."""
-        o, n_tokens = self.o, 0
-        if self.sampler is not self.policy.model:
-            self.sampler.load_state_dict(self.policy.model.state_dict())
-        for ahead in range(step + len(self.pending), min(step + o.lag + 1, o.steps)):
-            self.pending.append(rollout(self.policy, self.sampler, ahead, step * o.updates, o))
-            n_tokens += int(self.pending[-1]["response_mask"].sum())
-        return n_tokens
+    def sample(self, step: int) -> None:
+        """Roll out the batches up to the one that is the lag ahead."""
+        o = self.o
+        taken = self.sampler.take(self.sampler.n_asked)
+        ahead = range(step + len(self.pending) + len(taken), min(step + o.lag + 1, o.steps))
+        if ahead:
+            self.sampler.ask(ahead, step * o.updates)
+        self.pending.extend(taken)
+        self.pending.extend(self.sampler.take(int(not self.pending)))
 
     def train(self, batch: dict[str, Any]) -> dict[str, Any]:
         """The updates with a batch, and how far the sampler was from the trainer before the first of them."""
@@ -187,6 +183,23 @@ class Run:
         )
         n, seconds = self.spent["rollout_tokens"], self.spent["seconds"]
         return f"held-out answers right: {first} before, {last} after {n:,} sampled tokens in {seconds:,.1f} s"
+
+
+def rates(sampled: int, busy: float, trained: int, train_s: float, whole: float) -> dict[str, float]:
+    """Tokens a second while sampler and trainer worked, and the share of a step in which each did not.
+
+    Args:
+        sampled, trained: Tokens.
+        busy, train_s: Seconds in which the sampler and the trainer worked.
+        whole: Seconds of the step.
+    """
+    return {
+        "rollout_tokens_per_s": sampled / busy if sampled else 0.0,
+        "train_tokens_per_s": trained / train_s,
+        "rollout_idle": max(0.0, 1 - busy / whole),
+        "train_idle": 1 - train_s / whole,
+        "seconds": whole,
+    }
 
 
 def run_of(policy: Policy, o: argparse.Namespace) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lib.evaluation import wilson_interval
 from lib.given.data.tasks import Question
@@ -38,8 +38,15 @@ def responses(policy: Policy, batch: dict[str, Any]) -> list[list[int]]:
     return [[token for token, is_new in zip(row[1:], mask, strict=True) if is_new] for row, mask in rows]
 
 
-def rollout(policy: Policy, sampler: nn.Module, step: int, version: int, o: argparse.Namespace) -> dict[str, Any]:
-    """The scored batch of a step: its questions, a group of responses to each, and what they are worth.
+def questions_of(step: int, o: argparse.Namespace) -> list[Question]:
+    """The questions of a step."""
+    return draw(o.task, o.difficulty, o.prompts, (o.seed * 1_000_003 + step) * 2 + 1)
+
+
+def rollout(
+    policy: Policy, sampler: nn.Module, step: int, version: int, o: argparse.Namespace, part: tuple[int, int] = (0, 1)
+) -> dict[str, Any]:
+    """The batch of a step, or a part of it: its questions, and a group of responses to each.
 
     Args:
         policy: Whose tokens.
@@ -47,16 +54,37 @@ def rollout(policy: Policy, sampler: nn.Module, step: int, version: int, o: argp
         step: The step that the batch is for; decides its questions and its random numbers.
         version: Updates that the sampler's weights have had.
         o: The run's settings.
+        part: Index of the part, and number of parts. Each response has the random numbers that it has in the whole.
 
     Returns:
-        As ``sample_groups``, with "rewards", and under "stats" what the log says about the batch.
+        As ``sample_groups``.
     """
-    asked = draw(o.task, o.difficulty, o.prompts, (o.seed * 1_000_003 + step) * 2 + 1)
+    asked = questions_of(step, o)
+    first, end = (len(asked) * k // part[1] for k in (part[0], part[0] + 1))
     rows = len(asked) * o.group
+    seed = (o.seed * 1_000_003 + step) * rows % SEEDS + first * o.group
     batch = sample_groups(
-        sampler, [policy.encode(q) for q in asked], o.group, scheduler(policy, rows, o), o.new_tokens, o.temperature,
-        (o.seed * 1_000_003 + step) * rows % SEEDS, policy.end_id, version=version,
+        sampler, [policy.encode(q) for q in asked[first:end]], o.group, scheduler(policy, rows, o), o.new_tokens,
+        o.temperature, seed, policy.end_id, version=version,
     )  # fmt: skip
+    batch["groups"] += first
+    return batch
+
+
+def joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """One batch of its parts, all padded to the width of the longest."""
+    width = max(part["response_mask"].shape[1] for part in parts)
+
+    def padded(part: dict[str, Any], name: str) -> Tensor:
+        return nn.functional.pad(part[name], (0, width - part["response_mask"].shape[1]))
+
+    wide = {name: torch.cat([padded(p, name) for p in parts]) for name in ("tokens", "response_mask", "log_probs")}
+    return parts[0] | wide | {"groups": torch.cat([part["groups"] for part in parts])}
+
+
+def score_batch(policy: Policy, batch: dict[str, Any], step: int, o: argparse.Namespace) -> dict[str, Any]:
+    """The batch of a step, with "rewards", and under "stats" what the log says about it."""
+    asked = questions_of(step, o)
     new = responses(policy, batch)
     texts = [policy.decode(tokens) for tokens in new]
     found = score(texts, [q for q in asked for _ in range(o.group)], o.format_weight)

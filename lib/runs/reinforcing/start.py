@@ -13,7 +13,7 @@ from torch import nn
 
 from lib.given.data.tasks import MARKERS, Characters, Question, supervised_batch
 from lib.given.models.hidden import hidden_states, is_llama, output_weight
-from lib.given.models.rewards import TINY
+from lib.given.models.rewards import SMALL, TINY
 from lib.llama import Llama
 from lib.rewards import token_log_probs
 from lib.runs.engine import export
@@ -28,6 +28,8 @@ KEPT = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "g
 """Files of a model's folder that are copied beside the trained one."""
 THINK = MARKERS[0]
 """What every prompt of a task ends with."""
+OWN = {"tiny": TINY, "small": SMALL}
+"""Models that begin with random weights and read the tasks' characters."""
 
 
 @dataclass(eq=False)
@@ -39,7 +41,7 @@ class Policy:
         tokenizer: Its tokenizer.
         end_id: The token that ends a response.
         longest: Tokens of the longest prompt.
-        source: The folder that it came from; None for the tiny one.
+        source: The folder that it came from; None for one of ``OWN``.
         template: Of its chats. A model that has one is asked by it, as people will ask it, and writes ``<think>``.
     """
 
@@ -78,12 +80,16 @@ def find(model: str, tokenizer: str | None, out: Path) -> Policy:
     Raises:
         UsageError: there is nothing of the kind.
     """
-    if model == "tiny":
+    if model in OWN:
         if tokenizer is not None:
-            raise UsageError(f"--tokenizer {tokenizer} with --model tiny, which has its own: expected no --tokenizer")
+            raise UsageError(
+                f"--tokenizer {tokenizer} with --model {model}, which has its own: expected no --tokenizer"
+            )
         path = out / export.TOKENIZER
-        path.write_text(json.dumps(letters()) + "\n", encoding="utf-8")
-        return Policy(Llama(TINY), FileTokenizer(str(path), [Characters().eos_id]), Characters().eos_id)
+        text = json.dumps(letters()) + "\n"
+        if not path.is_file() or path.read_text(encoding="utf-8") != text:
+            path.write_text(text, encoding="utf-8")
+        return Policy(Llama(OWN[model]), FileTokenizer(str(path), [Characters().eos_id]), Characters().eos_id)
     served = load_plain(model, tokenizer)
     return Policy(served.model.requires_grad_(True), served.tokenizer, min(served.tokenizer.end_ids, default=0),
                   Path(model), template=served.template)  # fmt: skip

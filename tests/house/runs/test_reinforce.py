@@ -1,8 +1,10 @@
 """Rewards from the command line: the update is chapter 29's, a killed run goes on bit for bit, a lag is a lag."""
 
 import json
+import os
 import random
 import re
+import signal
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +15,7 @@ from lib.given.models.gpt2 import GPT2Config
 from lib.given.models.rewards import TINY
 from lib.gpt2 import GPT2
 from lib.llama import Llama
+from lib.ranks import pool
 from lib.rewards import grpo_step
 from lib.runs import reinforce
 from lib.runs.reinforcing import loop, sampling, tasks
@@ -138,6 +141,48 @@ def test_with_a_lag_the_sampler_has_the_weights_before_the_last_step(tmp_path):
         assert line["rollout_idle"] + line["train_idle"] == pytest.approx(1)
     (first, *_) = steps_of(tmp_path / "0", "held_out_right")
     assert first["held_out_low"] <= first["held_out_right"] <= first["held_out_high"]
+
+
+def on_ranks(rank, world_size, argv, leaves_at):
+    step = loop.Run.step
+
+    def asked(self, number, log):
+        if number == leaves_at:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(self, number, log)
+
+    loop.Run.step = asked
+    try:
+        return reinforce.main(argv)
+    finally:
+        loop.Run.step = step
+
+
+def test_responses_from_other_ranks_train_the_same_model(tmp_path):
+    settings = ["--warm", "30", "--prompts", "3", "--steps", "4", "--lr", "1e-2", "--bucket-mb", "0.1"]
+
+    def far(out, lag, n_ranks, leaves_at=None):
+        argv = [*SMALL.split(), *settings, "--lag", lag, "--out", str(tmp_path / out)]
+        return pool("gloo").run(on_ranks, argv, leaves_at, n_ranks=n_ranks, time_limit_s=100)
+
+    for lag in "01":
+        assert run(tmp_path / f"alone{lag}", *settings, "--lag", lag) == 0
+    assert far("two", "0", 2).values == [0, 0]
+    assert far("three", "0", 3).values == [0, 0, 0]
+    assert far("late", "1", 2, leaves_at=1).values == [75, 0]
+    assert len(steps_of(tmp_path / "late")) == 2
+    assert run(tmp_path / "late", *settings, "--lag", "1") == 0  # one process continues what two have begun
+    for out, alone in (("two", "alone0"), ("three", "alone0"), ("late", "alone1")):
+        ours, theirs = weights(tmp_path / out), weights(tmp_path / alone)
+        for name in theirs:
+            if out == "three":  # a sampler with other neighbours in its products may round differently
+                torch.testing.assert_close(ours[name], theirs[name], rtol=1e-3, atol=1e-4)
+            else:
+                assert torch.equal(ours[name], theirs[name])
+    lines = steps_of(tmp_path / "two")
+    assert [line["weight_bytes"] for line in lines] == [4 * sum(p.numel() for p in Llama(TINY).parameters())] * 4
+    assert all(0 <= line[name] <= 1 for line in lines for name in ("rollout_idle", "train_idle"))
+    assert [line["lag"] for line in steps_of(tmp_path / "late")] == [0, 1, 1, 1]
 
 
 def test_no_question_is_trained_on_and_held_out():
