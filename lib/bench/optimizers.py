@@ -216,6 +216,12 @@ def config_of(o: argparse.Namespace) -> GPT2Config:
     return replace(GPT2_SMALL, vocab_size=VOCAB, context_len=o.length)
 
 
+def path_of(o: argparse.Namespace) -> fast.Path:
+    """How the model is computed: in bfloat16, on a GPU with this book's kernels."""
+    ours = o.device == "cuda" and not o.plain
+    return fast.Path(dtype=torch.bfloat16, kernels=ours, attention="quickest" if ours else "fused")
+
+
 def prediction(o: argparse.Namespace) -> dict[str, Any]:
     """Newton-Schulz's FLOPs over those of a step, before anything is timed."""
     with torch.device("meta"):
@@ -418,9 +424,7 @@ def main(arguments: list[str] | None = None) -> None:
     texts = read_text(round(o.megabytes * 1e6))
     results = {"settings": settings_of(o), "bytes": [len(text) for text in texts], "prediction": prediction(o)}
     print(results, flush=True)
-    ours = o.device == "cuda" and not o.plain
-    path = fast.Path(dtype=torch.bfloat16, kernels=ours, attention="quickest" if ours else "fused")
-    model = Model(config_of(o), o.device, path, o.device == "cuda")
+    model = Model(config_of(o), o.device, path_of(o), o.device == "cuda")
     for part in o.parts or PARTS:
         results[part] = PARTS[part](model, texts, o)
         record("optimizers", {**measured_before(o), **results}, o.folder)
