@@ -291,3 +291,29 @@ def draw_positions(recorded: dict[str, Any]) -> Figure:
     ax.set(xlabel="place in the window", ylabel="loss (nats a token)")
     ax.legend(fontsize=8)
     return fig
+
+
+def draw_images(recorded: dict[str, Any]) -> Figure:
+    """The test loss of the four vision transformers over the pictures seen, and what was predicted for the largest.
+
+    Args:
+        recorded: ``load("scaling_laws_images")``.
+    """
+    found = recorded["results"]
+    fig, ax = plt.subplots(figsize=(6.6, 3.2))
+    points = [*found["sweep"], *found["largest"]]
+    for size, colour in zip(sorted({p["n_weights"] for p in points}), COLOURS, strict=False):
+        mine = [p for p in points if p["n_weights"] == size]
+        seen, losses = [p["images"] for p in mine], [p["held_out_loss"] for p in mine]
+        ax.plot(seen, losses, "o-", ms=4, color=colour, label=f"{size / 1e6:.1f} million weights")
+    plan = found["predict"]
+    (low, high), value = plan["intervals_90"]["held_out_loss"], plan["held_out_loss"]
+    spread = [[value - low], [high - value]]
+    ax.errorbar(plan["images"], value, spread, fmt="s", ms=12, mfc="none", color=GREY, capsize=4, label="predicted")
+    ax.set(xlabel="pictures seen", ylabel="loss on the test pictures", xscale="log", yscale="log")
+    ticks = [p["images"] for p in found["largest"]]
+    ax.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+    ax.set_yticks([0.3, 0.4, 0.5, 0.6, 0.7], ["0.3", "0.4", "0.5", "0.6", "0.7"])
+    ax.minorticks_off()
+    ax.legend(fontsize=8)
+    return fig
