@@ -136,11 +136,7 @@ def write_trace(path: Path, rate: float, options: Any, *, alike: bool) -> None:
             begin, n = chance.randrange(len(words) - OWN[1]), chance.randint(*OWN)
             parts = [" ".join(words[:COMMON]), str(number), " ".join(words[begin : begin + n])]
             prompt = " ".join(parts if alike else [parts[1], parts[0], parts[2]])
-            print(json.dumps({"at": ask.at, "prompt": prompt, **_without_prompt(ask.fields)}), file=out)
-
-
-def _without_prompt(fields: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in fields.items() if name != "prompt"}
+            print(json.dumps({"at": ask.at, **ask.fields, "prompt": prompt}), file=out)
 
 
 def measure(name: str, url: str, folder: Path, options: Any) -> dict[str, Any]:

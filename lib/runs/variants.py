@@ -84,7 +84,8 @@ class Routed(nn.Module):
     """gpt-oss's feed-forward layer: each token's ``top_k`` experts, by the softmax of their scores among these.
 
     Experts run one after the other, each on its own tokens.
-    For the few tokens of a decoding step, all experts run on all tokens: the host need not wait to hear which.
+    On a GPU all experts run on all tokens of a decoding step, which are few: so the host need not wait to hear which
+    were chosen.
     """
 
     FEW = 256
@@ -98,14 +99,20 @@ class Routed(nn.Module):
         rows = x.flatten(0, -2)
         scores, chosen = self.router(rows).topk(self.top_k, dim=-1)
         shares, out = scores.softmax(-1), torch.zeros_like(rows)
-        if len(rows) <= self.FEW and not torch.is_grad_enabled():
-            of_all = torch.zeros_like(rows[:, :1]).repeat(1, self.router.out_features).scatter(1, chosen, shares)
-            return torch.einsum("ne,enc->nc", of_all, self.experts(slice(None), rows)).view(x.shape)
+        if x.is_cuda and len(rows) <= self.FEW and not torch.is_grad_enabled():
+            return self.by_all(rows, chosen, shares).view(x.shape)
         for expert in range(self.router.out_features):
             row, place = torch.where(chosen == expert)
             found = self.experts(expert, rows[row]) * shares[row, place, None]
             out = out.index_add(0, row, found.to(out.dtype))
         return out.view(x.shape)
+
+    def by_all(
+        self, rows: Float[Tensor, "n c"], chosen: Int[Tensor, "n k"], shares: Float[Tensor, "n k"]
+    ) -> Float[Tensor, "n c"]:
+        """The same from every expert's answer to every token; an expert that was not chosen counts 0."""
+        of_all = torch.zeros_like(rows[:, :1]).repeat(1, self.router.out_features).scatter(1, chosen, shares)
+        return torch.einsum("ne,enc->nc", of_all, self.experts(slice(None), rows))
 
 
 def make_feed_forward(config: VariantConfig) -> nn.Module:

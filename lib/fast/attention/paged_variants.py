@@ -64,7 +64,7 @@ def variant_attention_kernel(
         key = tl.load(keys + where, mask=there, other=0.0)
         scores = tl.dot(left, tl.trans(key), input_precision="ieee") * scale
         if CAPPED:
-            scores = cap - 2.0 * cap / (tl.exp(scores * (2.0 / cap)) + 1.0)  # cap times the tangent of scores over cap
+            scores = cap - 2.0 * cap / (tl.exp(scores * (2.0 / cap)) + 1.0)  # cap times tanh(scores / cap)
         seen = (cols[None, :] <= at[:, None]) & (cols[None, :] > at[:, None] - window)
         scores = tl.where(seen, scores, -float("inf"))
         m_new = tl.maximum(m, tl.max(scores, 1))

@@ -50,6 +50,19 @@ def close(found, expected, atol=2e-5):
     torch.testing.assert_close(found, expected, atol=atol, rtol=1e-4)
 
 
+def check_one_row(x, weight, wide, norm):
+    """``one_row`` of a weight with ten rows, perhaps narrow: alone, behind a norm, gated, and added to a stream."""
+    gain = norm.weight.data
+    close(one_row(x, weight), linear(x, wide))
+    close(one_row(x, weight, gain, 1e-3), linear(norm(x), wide), atol=1e-4)
+    gated = silu(linear(norm(x), wide[:5])) * linear(norm(x), wide[5:])
+    close(one_row(x, weight, gain, 1e-3, gated=True), gated, atol=1e-3)
+    stream = normal(1, 10, device=x.device, seed=3)
+    expected = stream + linear(x, wide)
+    assert one_row(x, weight, into=stream) is stream
+    close(stream, expected)
+
+
 @on_both
 @pytest.mark.parametrize("width", [48, 300])
 def test_a_product_of_one_row(device, width):
@@ -58,15 +71,8 @@ def test_a_product_of_one_row(device, width):
         normal(10, width, device=device, seed=1),
         RMSNorm(width, 1e-3).to(device),
     )
-    gain = norm.weight.data.copy_(1 + normal(width, device=device, seed=2))
-    close(one_row(x, weight), linear(x, weight))
-    close(one_row(x, weight, gain, 1e-3), linear(norm(x), weight), atol=1e-4)
-    gated = silu(linear(norm(x), weight[:5])) * linear(norm(x), weight[5:])
-    close(one_row(x, weight, gain, 1e-3, gated=True), gated, atol=1e-3)
-    stream = normal(1, 10, device=device, seed=3)
-    expected = stream + linear(x, weight)
-    assert one_row(x, weight, into=stream) is stream
-    close(stream, expected)
+    norm.weight.data.copy_(1 + normal(width, device=device, seed=2))
+    check_one_row(x, weight, weight, norm)
 
 
 @pytest.mark.time_limit(240)

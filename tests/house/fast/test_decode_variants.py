@@ -11,7 +11,7 @@ from lib.given.kernels.mode import HAS_TRITON, INTERPRETED, NO_TRITON
 from lib.given.models.serving import Request
 from lib.given.models.variants import FAMILIES, VariantConfig
 from lib.runs.serving.prefix import PrefixEngine
-from lib.runs.variants import VariantLlama
+from lib.runs.variants import Routed, VariantLlama
 from lib.serving import PagedCache, Scheduler
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason=NO_TRITON)
@@ -97,3 +97,13 @@ def test_what_has_a_state_or_another_dtype_stays_on_the_plain_way():
     for model, dtype in ((hybrid, torch.float32), (make("qwen3"), torch.float16)):
         assert not can_run(model, PagedCache(model.config, 4, 4, dtype=dtype))
     assert can_run(make("qwen3"), PagedCache(make("qwen3").config, 4, 4)) == INTERPRETED
+
+
+@torch.no_grad()
+def test_the_answers_of_all_experts_are_weighed_as_those_of_the_chosen_ones():
+    torch.manual_seed(0)
+    layer, rows = Routed(6, 8, 5, 2), torch.randn(7, 6)
+    for weights in layer.parameters():
+        torch.nn.init.normal_(weights)
+    scores, chosen = layer.router(rows).topk(2, dim=-1)
+    torch.testing.assert_close(layer.by_all(rows, chosen, scores.softmax(-1)), layer(rows))
