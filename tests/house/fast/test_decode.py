@@ -9,12 +9,12 @@ import sys
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import linear, scaled_dot_product_attention, silu
+from torch.nn.functional import scaled_dot_product_attention, silu
 
 import lib.fast.serving as serving
 from lib.fast.attention.paged import Tiles, cut, prompt_attention
 from lib.fast.decode import MOST_SEQUENCES, batch_size, can_step
-from lib.fast.parts.rows import add_norm, embed, gate, merge, one_row, rotate_and_store
+from lib.fast.parts.rows import add_norm, embed, gate, merge, rotate_and_store
 from lib.fast.parts.sample import NOT_FINITE, sample_rows
 from lib.given.kernels.mode import HAS_TRITON, INTERPRETED, NO_TRITON
 from lib.given.models.llama import LlamaConfig
@@ -27,40 +27,10 @@ from lib.runs.serving.forms import Form
 from lib.runs.serving.prefix import PrefixEngine
 from lib.runs.serving.wanted import Wanted
 from lib.serving import Engine, Scheduler
+from tests.house.fast.comparing import PLACES, check_one_row, close, normal, on_both
 
-WHY = "kernels are compiled here; the interpreter runs them where there is no GPU" if HAS_TRITON else NO_TRITON
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason=NO_TRITON)
 SMALL = LlamaConfig(vocab_size=23, dim=32, n_layers=1, n_heads=2, n_kv_heads=1, hidden_dim=40, context_len=32)
-
-
-def on_both(function):
-    """The same test in the interpreter and, where there is one, on a GPU."""
-    places = [
-        pytest.param("cpu", marks=pytest.mark.skipif(not INTERPRETED, reason=WHY)),
-        pytest.param("cuda", marks=pytest.mark.gpu),
-    ]
-    return pytest.mark.parametrize("device", places)(function)
-
-
-def normal(*shape, device, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device)
-
-
-def close(found, expected, atol=2e-5):
-    torch.testing.assert_close(found, expected, atol=atol, rtol=1e-4)
-
-
-def check_one_row(x, weight, wide, norm):
-    """``one_row`` of a weight with ten rows, perhaps narrow: alone, behind a norm, gated, and added to a stream."""
-    gain = norm.weight.data
-    close(one_row(x, weight), linear(x, wide))
-    close(one_row(x, weight, gain, 1e-3), linear(norm(x), wide), atol=1e-4)
-    gated = silu(linear(norm(x), wide[:5])) * linear(norm(x), wide[5:])
-    close(one_row(x, weight, gain, 1e-3, gated=True), gated, atol=1e-3)
-    stream = normal(1, 10, device=x.device, seed=3)
-    expected = stream + linear(x, wide)
-    assert one_row(x, weight, into=stream) is stream
-    close(stream, expected)
 
 
 @on_both
@@ -196,12 +166,7 @@ def fast(monkeypatch):
     monkeypatch.setattr(serving.Runner, "is_fast", lambda engine: can_step(engine.model, engine.cache))
 
 
-@pytest.fixture(
-    params=[
-        pytest.param("cpu", marks=pytest.mark.skipif(not INTERPRETED, reason=WHY)),
-        pytest.param("cuda", marks=pytest.mark.gpu),
-    ]
-)
+@pytest.fixture(params=PLACES)
 def model(request):
     torch.manual_seed(0)
     return Llama(SMALL).eval().to(request.param)

@@ -13,12 +13,9 @@ from lib.given.models.variants import FAMILIES, VariantConfig
 from lib.runs.serving.prefix import PrefixEngine
 from lib.runs.variants import Routed, VariantLlama
 from lib.serving import PagedCache, Scheduler
+from tests.house.fast.comparing import PLACES
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason=NO_TRITON)
-PLACES = [
-    pytest.param("cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="kernels are compiled here")),
-    pytest.param("cuda", marks=pytest.mark.gpu),
-]
 LAYERED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3}
 CASES = {
     "gemma2": LAYERED | {"softcap": 1.5, "logits_softcap": 2.0, "scale": 24**-0.5, "tied": True},

@@ -17,7 +17,8 @@ from lib.llama import Llama, RMSNorm
 from lib.runs.serving.prefix import PrefixEngine
 from lib.runs.serving.quantized import matrices, narrow
 from lib.serving import Scheduler
-from tests.house.fast.test_decode import check_one_row, close, normal, on_both, served
+from tests.house.fast.comparing import check_one_row, close, normal, on_both
+from tests.house.fast.test_decode import served
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason=NO_TRITON)
 SMALL = LlamaConfig(vocab_size=23, dim=32, n_layers=1, n_heads=2, n_kv_heads=1, hidden_dim=64, context_len=32)
