@@ -55,6 +55,9 @@ class Costless:
         self.scheduler.waiting.append(request)
 
     def cancel(self, request: Any) -> bool:
+        if request in self.scheduler.waiting:
+            self.scheduler.waiting.remove(request)
+            return True
         return self.scheduler.running.pop(request, None) is not None
 
     def abandon(self) -> list[Any]:

@@ -19,6 +19,15 @@ def test_a_costless_engine_gives_each_request_its_tokens():
     assert new == [requests, requests[1:], requests[1:]]
 
 
+def test_a_cancelled_request_gets_no_tokens_whether_it_waits_or_runs():
+    engine, (runs, waits) = serving_http.Costless(0.0), [Request([1], 3) for _ in range(2)]
+    engine.submit(runs)
+    engine.step()
+    engine.submit(waits)
+    assert engine.cancel(runs) and engine.cancel(waits) and not engine.cancel(waits)
+    assert engine.step() == []
+
+
 def test_an_engine_alone_is_as_fast_as_its_steps():
     requests = (Request([1], 3) for _ in range(10**6))
     found = serving_http.alone(serving_http.Costless(0.01), requests, 4, warm_up_s=0.05, seconds=0.5)
