@@ -202,7 +202,9 @@ class Link:
         for process in self.processes:
             process.kill()
         why = f"{lost.name} has ended: {describe_exit(lost.exitcode)}"
-        self._fail(EngineUnhealthy(f"{why}; the others cannot go on without it, so start the server again"))
+        fault = EngineUnhealthy(f"{why}; the others cannot go on without it, so start the server again")
+        print(f"error: {fault}", file=sys.stderr, flush=True)
+        self._fail(fault)
         return True
 
     def _fail(self, error: EngineFailed) -> None:

@@ -105,12 +105,13 @@ def _places(context: Any, n_ranks: int) -> list[Place]:
 
 def _hear(begun: list[BaseProcess], ends: list[Connection]) -> Ready:
     """What the first of the processes says once all are ready; a ``UsageError`` comes before the end of another."""
-    said, ended = list[Any](), list[BaseProcess]()
-    for end in wait(ends):
-        try:
-            said.append(end.recv())  # type: ignore[union-attr]
-        except EOFError:
-            ended.append(begun[ends.index(end)])  # type: ignore[arg-type]
+    said, ended, there = list[Any](), list[BaseProcess](), wait(ends)
+    for process, end in zip(begun, ends, strict=True):
+        if end in there:
+            try:
+                said.append(end.recv())
+            except EOFError:
+                ended.append(process)
     for word in said:
         if isinstance(word, UsageError):
             raise word

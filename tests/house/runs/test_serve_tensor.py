@@ -114,12 +114,8 @@ def test_models_and_machines_that_ranks_cannot_share_are_refused_by_name(monkeyp
     assert refused(Llama(sizes), 4) == "--tensor 4: --model mine has 6 heads; expected a number of ranks that divides 6"
     assert "has 2 key/value heads; expected a number of ranks that divides 2" in refused(Llama(sizes), 3)
     assert "has 9 feed-forward features; expected a number of ranks that divides 9" in refused(Llama(sizes), 2)
-    variant, gpt2 = (
-        VariantLlama(variant_of(sizes, "qwen3")),
-        GPT2(GPT2Config(vocab_size=16, dim=8, n_heads=2, n_layers=1)),
-    )
-    assert refused(variant, 2).endswith("mine is of the family qwen3; expected a plain Llama, or no --tensor")
-    assert "is of the family GPT2" in refused(gpt2, 2)
+    assert "mine is of the family qwen3; expected a plain" in refused(VariantLlama(variant_of(sizes, "qwen3")), 2)
+    assert "is of the family GPT2" in refused(GPT2(GPT2Config(vocab_size=16, dim=8, n_heads=2, n_layers=1)), 2)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     options = serve.make_parser().parse_args(["--model", "mine", "--tensor", "2"])
