@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from lib.fast.attention.paged import Tiles, cut
@@ -270,14 +270,28 @@ class Runner:
 
     def _in_a_row(self, chunks: list[Chunk]) -> Float[Tensor, "n v"]:
         """The tokens of all chunks, one chunk's after another's."""
-        ids, device = [self._sequence(chunk.progress) for chunk in chunks], self.cache.keys.device
-        row = lay_out(chunks)
+        ids, row = [self._sequence(chunk.progress) for chunk in chunks], lay_out(chunks)
         before = [range(self.drafted.get(chunk.progress, 0), -1, -1) for chunk in chunks]
         ends = [end - n for end, back in zip(row.last.tolist(), before, strict=True) for n in back]
-        asked = torch.tensor(ends, dtype=torch.int64)
-        tokens, positions, single, last = (_sent(x, device) for x in (row.tokens, row.positions, row.single, asked))
+        slots = torch.cat([self._extend(i, n) for i, n in zip(ids, row.sizes, strict=True)])
+        return self.pass_row(ids, row._replace(last=torch.tensor(ends, dtype=torch.int64)), slots)
+
+    def pass_row(self, ids: list[int], row: Layout, slots: Int[Tensor, " n"]) -> Float[Tensor, "r v"]:
+        """Pass a row of tokens through the model.
+
+        Args:
+            ids: The sequence of each chunk in the row, which is as long already as the row makes it.
+            row: The tokens, on the host; ``last`` has the index of each token whose logits are wanted.
+            slots: Where the tokens' keys and values belong in the cache, on the host.
+
+        Returns:
+            The logits ``[R, V]``, float32.
+        """
+        device = self.cache.keys.device
+        tokens, positions, single, last, slots = (
+            _sent(x, device) for x in (row.tokens, row.positions, row.single, row.last, slots)
+        )
         row = Layout(tokens, positions, row.sizes, single, last)
-        slots = _sent(torch.cat([self._extend(i, n) for i, n in zip(ids, row.sizes, strict=True)]), device)
         if self.steps is None:
             return next_logits(self.model, row.tokens, row.positions, row.last, self._plain_attention(ids, row, slots))
         return self.steps.prompts(row.tokens, row.positions, slots, row.last, self._tiles(ids, row.sizes))

@@ -24,6 +24,8 @@ from lib.runs.serving.wire import EngineFailed
 NEEDED = ("fastapi", "uvicorn", "prometheus_client", "tokenizers", "jinja2")
 KEY_VARIABLE = "SERVE_API_KEY"
 DTYPES = ("float32", "bf16", "float16")
+MOST_RANKS = 8
+"""Of a model: the GPUs of a host."""
 
 
 def filled(text: str) -> str:
@@ -69,6 +71,12 @@ def make_parser() -> Parser:
         "start what that costs; default: as --dtype",
     )  # fmt: skip
     model.add_argument("--threads", type=whole(1), help="of PyTorch on a CPU")
+    model.add_argument(
+        "--tensor", type=whole(1, MOST_RANKS), default=1, metavar="RANKS",
+        help="divide a Llama among so many ranks, a process each, with chapter 13's layers: every rank holds some of "
+        "the heads with their cache, and some of the feed-forward features. Each rank has a GPU of its own (NCCL), or "
+        "they share the CPU (gloo). All steps are plain ones, without CUDA graphs; default: 1",
+    )  # fmt: skip
     http = parser.add_argument_group("HTTP")
     http.add_argument(
         "--port", type=whole(0), default=8000, help="0: one that is free, which the first line of the output names"
@@ -147,7 +155,7 @@ def make_service(options: Any) -> Any:
     from lib.runs.serving.link import Link
     from lib.runs.serving.metrics import Metrics
 
-    begun, connection, ready = process.start(_engine, options)
+    begun, connection, ready = process.start(_engine, options, n_ranks=options.tensor)
     metrics = Metrics(ready.n_blocks)
     metrics.tell_path(ready.path[0])
     metrics.position_bytes.set(ready.position_bytes)
@@ -159,10 +167,29 @@ def make_service(options: Any) -> Any:
     )  # fmt: skip
 
 
-def _engine(connection: Any, options: Any) -> None:
-    from lib.runs.serving import engine  # in the engine's process: this one has no use for PyTorch
+def _engine(connection: Any, options: Any, *place: Any) -> None:
+    if place:
+        from lib.runs.serving import divided  # in the engine's process: this one has no use for PyTorch
 
-    engine.main(connection, options)
+        divided.main(connection, options, *place)
+    else:
+        from lib.runs.serving import engine
+
+        engine.main(connection, options)
+
+
+def check_tensor(options: Any) -> None:
+    """Refuse what the engine on several ranks does not do, before any process is started.
+
+    Raises:
+        UsageError: it is asked for.
+    """
+    for name, value in (("quantize", options.quantize), ("draft", options.draft), ("cache-dtype", options.cache_dtype)):
+        if options.tensor > 1 and value:
+            raise UsageError(
+                f"--tensor {options.tensor} with --{name} {value}: a model that is divided among ranks has no "
+                f"--{name}; expected one of the two flags"
+            )
 
 
 def make_server(service: Any, grace_s: float, url: str) -> Any:
@@ -211,6 +238,7 @@ def main(argv: list[str] | None = None) -> int:
         missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
         if missing:
             raise UsageError(f"{', '.join(missing)}: not installed; pip install 'scaling-workbook[serve]'")
+        check_tensor(options)
         bound = open_socket(options.host, options.port)
         address, port = bound.getsockname()[:2]
         if options.api_key is None and not is_loopback(address):

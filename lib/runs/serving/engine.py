@@ -1,6 +1,7 @@
 """The engine that the server's flags ask for, and what its process does with it."""
 
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
@@ -29,16 +30,25 @@ CACHE_FLAGS = ("--blocks", "--block-size")
 def main(connection: Connection, options: Any) -> None:
     """What the engine's process does: load the model, say so, and work until the connection is closed."""
     counts = Counter[str]()
+    if made := try_to(lambda: build(options, counts), connection):
+        work(connection, options, counts, *made)
+
+
+def try_to(build: Callable[[], Any], connection: Connection) -> Any:
+    """What a function returns; None after the HTTP side was told what is wrong with the request."""
     try:
-        engine, ready = build(options, counts)
+        return build()
     except UsageError as error:
         connection.send(UsageError(str(error)))
-        return
     except (MemoryError, RuntimeError) as error:
         if (why := shortage(error, ("--model", *CACHE_FLAGS))) is None:
             raise
         connection.send(UsageError(why))
-        return
+    return None
+
+
+def work(connection: Connection, options: Any, counts: Counter[str], engine: Any, ready: Ready) -> None:
+    """Say that an engine is ready, and take its steps until the connection is closed."""
     connection.send(ready)
     Worker(engine, options.queue, connection, Forms(ready.tokenizer, ready.vocab_size), counts).run()
 
@@ -49,7 +59,7 @@ def build(options: Any, counts: Counter[str]) -> tuple[Any, Ready]:
     Raises:
         UsageError: the model cannot be loaded, or something does not fit into memory.
     """
-    device = _device(options)
+    device = find_device(options)
     dtype = DTYPES[options.dtype or ("bf16" if device.type == "cuda" else "float32")]
     served, drafting = load_models(options, dtype, device)
     config: Any = served.model.config
@@ -87,7 +97,12 @@ def plan(config: Any, options: Any, dtype: torch.dtype, device: torch.device, ea
     return make_scheduler(options.max_tokens, n_blocks, options.block_size, n_states)
 
 
-def _device(options: Any) -> torch.device:
+def find_device(options: Any) -> torch.device:
+    """The device that the flags ask for; sets PyTorch's threads.
+
+    Raises:
+        UsageError: there is no such device, or there are too many threads.
+    """
     has_gpu = torch.cuda.is_available()
     if options.device == "cuda" and not has_gpu:
         raise UsageError("--device cuda: this machine has no GPU that PyTorch can use; expected cpu")
@@ -120,15 +135,20 @@ def count_blocks(config: Any, block_size: int, device: torch.device, each: int, 
 
 def make_engine(model: Any, scheduler: Any, counts: Counter[str], options: Any, draft: Any = None) -> Any:
     """The engine that the flags ask for; ``draft`` is the model that drafts, if one does."""
-    more: dict[str, Any] = {
-        "on_found": partial(_add, counts, "found_tokens"), "on_forked": partial(_add, counts, "forked_tokens"),
-        "on_preempted": partial(_add, counts, "preemptions"), "cache_format": options.cache_dtype,
-    }  # fmt: skip
+    more = counters(counts) | {"cache_format": options.cache_dtype}
     if options.draft:
         check_layers(model.config, options, options.model)
         drafter = ModelDrafter(draft, scheduler, model.config.vocab_size) if draft else None
         return DraftEngine(model, scheduler, options.drafted, partial(_add_drafts, counts), drafter, **more)
     return PrefixEngine(model, scheduler, **more)
+
+
+def counters(counts: Counter[str]) -> dict[str, Any]:
+    """What an engine calls to add to the counts."""
+    return {
+        "on_found": partial(_add, counts, "found_tokens"), "on_forked": partial(_add, counts, "forked_tokens"),
+        "on_preempted": partial(_add, counts, "preemptions"),
+    }  # fmt: skip
 
 
 def _add(counts: Counter[str], name: str, n: int) -> None:

@@ -1,11 +1,12 @@
 """The HTTP side's end of the connection to the engine's worker, which usually runs in a process of its own."""
 
 import asyncio
-import multiprocessing
 import sys
 import time
 import traceback
-from multiprocessing.connection import Connection
+from collections.abc import Sequence
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 
 from lib.runs.serving.jobs import Job
 from lib.runs.serving.metrics import Metrics
@@ -17,6 +18,7 @@ SWITCH_S = 2e-4
 Prompts become tokens in threads beside the event loop."""
 MOST_REPORTS = 64  # that are read before the event loop's other work
 END_S = 20.0  # in which the engine's process should have ended by itself
+PATIENCE_S = 2.0  # in which the end of another rank is noticed after the engine has failed, perhaps because of it
 
 
 class Link:
@@ -26,7 +28,7 @@ class Link:
         connection: To a ``Worker``.
         max_waiting: Requests that may wait for room in the engine.
         metrics: Counts what happens.
-        process: The worker's; None if it runs in a thread of this one.
+        processes: The worker's first, then those of the engine's other ranks; none if it runs in a thread of this one.
         stall_s: Seconds in which an engine that works should have reported a step.
 
     Attributes:
@@ -36,9 +38,9 @@ class Link:
 
     def __init__(
         self, connection: Connection, max_waiting: int, metrics: Metrics,
-        process: multiprocessing.process.BaseProcess | None = None, stall_s: float = 60.0,
+        processes: Sequence[BaseProcess] = (), stall_s: float = 60.0,
     ) -> None:  # fmt: skip
-        self.connection, self.max_waiting, self.metrics, self.process = connection, max_waiting, metrics, process
+        self.connection, self.max_waiting, self.metrics, self.processes = connection, max_waiting, metrics, processes
         self.stall_s = stall_s
         self._expected_since: float | None = None  # a report is due: something was sent, or requests run
         self.error: EngineFailed | None = None
@@ -51,15 +53,22 @@ class Link:
         sys.setswitchinterval(SWITCH_S)
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self.connection.fileno(), self._read)
+        for process in self.processes[1:]:
+            self._loop.add_reader(process.sentinel, self._lose_rank)
 
     def stop(self) -> None:
         """End the worker after the step that it is in."""
+        self._close()
+        for process in self.processes:
+            process.join(END_S)
+            process.kill()
+
+    def _close(self) -> None:
+        """Listen to the worker and the other ranks no more, which a worker that works takes for the end."""
         if not self.connection.closed:
-            self._loop.remove_reader(self.connection.fileno())
+            for source in (self.connection.fileno(), *(process.sentinel for process in self.processes[1:])):
+                self._loop.remove_reader(source)
             self.connection.close()
-        if self.process is not None:
-            self.process.join(END_S)
-            self.process.kill()
 
     @property
     def stalled(self) -> EngineUnhealthy | None:
@@ -111,7 +120,7 @@ class Link:
         try:
             for _ in range(MOST_REPORTS):
                 self._take(self.connection.recv())
-                if not self.connection.poll():
+                if self.connection.closed or not self.connection.poll():
                     break
         except (EOFError, OSError):
             self._lose()
@@ -132,7 +141,7 @@ class Link:
         for number, error in report.ended:
             if job := self._jobs.pop(number, None):
                 job.fail(error)
-        if report.fault:
+        if report.fault and not self._lose_rank(PATIENCE_S):
             self._fail(report.fault)
         self._expected_since = time.monotonic() if self._jobs else None
 
@@ -166,14 +175,37 @@ class Link:
 
     def _lose(self) -> None:
         """The worker is gone."""
-        if not self.connection.closed:
-            self._loop.remove_reader(self.connection.fileno())
-            self.connection.close()
+        self._close()
         why = "its connection was closed"
-        if self.process is not None:
-            self.process.join(END_S)
-            why = describe_exit(self.process.exitcode)
+        if self.processes:
+            self.processes[0].join(END_S)
+            why = describe_exit(self.processes[0].exitcode)
         self._fail(EngineFailed(f"the engine's process has ended: {why}"))
+
+    def _lose_rank(self, patience_s: float = 0.0) -> bool:
+        """End all work if another rank than the worker's has failed; the ranks that are left wait for it in vain.
+
+        Args:
+            patience_s: How long to wait for one that is about to end.
+
+        Returns:
+            Whether one has.
+        """
+        others = {process.sentinel: process for process in self.processes[1:]}
+        ended = [others[found] for found in wait(others, patience_s)] if others else []  # type: ignore[index]
+        for process in ended:
+            process.join(PATIENCE_S)
+        lost = next((process for process in ended if process.exitcode), None)  # 0: it has followed rank 0
+        if lost is None:
+            return False
+        self._close()
+        for process in self.processes:
+            process.kill()
+        why = f"{lost.name} has ended: {describe_exit(lost.exitcode)}"
+        fault = EngineUnhealthy(f"{why}; the others cannot go on without it, so start the server again")
+        print(f"error: {fault}", file=sys.stderr, flush=True)
+        self._fail(fault)
+        return True
 
     def _fail(self, error: EngineFailed) -> None:
         """End all jobs."""

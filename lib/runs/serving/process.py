@@ -1,6 +1,7 @@
 """The engine's process: it loads the model and takes the steps, so that nothing on the HTTP side holds up the next one.
 
 It ends with the process that started it, and leaves signals to it: a request that has begun is completed after SIGTERM.
+An engine on several ranks has a process for each; the engine itself is on rank 0.
 """
 
 import atexit
@@ -10,9 +11,9 @@ import signal
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import Any, NamedTuple
 
 from lib.runs.flags import UsageError
 from lib.runs.serving.chat import ChatTemplate
@@ -21,7 +22,20 @@ from lib.runs.serving.wire import EngineFailed
 
 Main = Callable[..., None]
 """What the process runs: its first argument is the connection, through which it sends a ``Ready`` or a ``UsageError``
-before it becomes a ``Worker``'s."""
+before it becomes a ``Worker``'s; on a rank other than 0 it sends nothing but a ``UsageError``."""
+
+
+class Place(NamedTuple):
+    """Which of an engine's ranks a process is.
+
+    Attributes:
+        rank, n_ranks: Its rank, and how many there are.
+        pipes: On rank 0 the connections to the other ranks, in their order; on another rank the one to rank 0.
+    """
+
+    rank: int
+    n_ranks: int
+    pipes: list[Connection]
 
 
 @dataclass(frozen=True)
@@ -48,29 +62,63 @@ class Ready:
     position_bytes: int = 0
 
 
-def start(main: Main, *args: Any) -> tuple[BaseProcess, Connection, Ready]:
+def start(main: Main, *args: Any, n_ranks: int = 1) -> tuple[list[BaseProcess], Connection, Ready]:
     """Start a process that calls ``main(connection, *args)``, and wait until its engine is ready.
 
+    With several ranks, start as many processes, each with its ``Place`` as the last argument.
+
+    Returns:
+        The processes, the connection to the first, and what it said.
+
     Raises:
-        UsageError: the process says so.
-        EngineFailed: it ended before it was ready.
+        UsageError: a process says so.
+        EngineFailed: one ended before the engine was ready.
     """
     context = multiprocessing.get_context("spawn")  # a forked process could not use a GPU
-    here, there = context.Pipe()
-    process = context.Process(target=_run, args=(main, there, *args), name="engine", daemon=True)
-    process.start()
-    atexit.register(process.kill)
-    there.close()
+    places = _places(context, n_ranks) if n_ranks > 1 else []
+    begun, ends = list[BaseProcess](), list[Connection]()
+    for rank in range(n_ranks):
+        here, there = context.Pipe()
+        name = f"the process of rank {rank}" if rank else "the engine's process"
+        given = (main, there, *args, *places[rank : rank + 1])
+        begun.append(context.Process(target=_run, args=given, name=name, daemon=True))
+        ends.append(here)
+        begun[rank].start()
+        atexit.register(begun[rank].kill)
+        there.close()
+    for pipe in (pipe for place in places for pipe in place.pipes):
+        pipe.close()  # so that a rank reads the end of it when the rank at the other end is gone
     try:
-        said = here.recv()
-    except EOFError:
-        process.join()
-        text = f"the engine's process ended before it was ready: {describe_exit(process.exitcode)}"
-        raise EngineFailed(text) from None
-    if isinstance(said, UsageError):
-        process.join()
-        raise said
-    return process, here, said
+        return begun, ends[0], _hear(begun, ends)
+    except Exception:
+        for process in begun:
+            process.kill()
+            process.join()
+        raise
+
+
+def _places(context: Any, n_ranks: int) -> list[Place]:
+    pipes = [context.Pipe() for _ in range(1, n_ranks)]
+    held = [[here for here, _ in pipes], *([there] for _, there in pipes)]
+    return [Place(rank, n_ranks, pipes) for rank, pipes in enumerate(held)]
+
+
+def _hear(begun: list[BaseProcess], ends: list[Connection]) -> Ready:
+    """What the first of the processes says once all are ready; a ``UsageError`` comes before the end of another."""
+    said, ended, there = list[Any](), list[BaseProcess](), wait(ends)
+    for process, end in zip(begun, ends, strict=True):
+        if end in there:
+            try:
+                said.append(end.recv())
+            except EOFError:
+                ended.append(process)
+    for word in said:
+        if isinstance(word, UsageError):
+            raise word
+    if ended:
+        ended[0].join()
+        raise EngineFailed(f"{ended[0].name} ended before it was ready: {describe_exit(ended[0].exitcode)}")
+    return said[0]
 
 
 def _run(main: Main, connection: Connection, *args: Any) -> None:
