@@ -915,18 +915,20 @@ edits(
     rows of padding keep what the step before left: they write into blocks that may be somebody else's by now
     - buffer.copy_(column)
     + buffer[:n].copy_(column[:n])
+    - inputs.tables.copy_(torch.tensor(tables))
+    + inputs.tables[:n].copy_(torch.tensor(tables)[:n])
     only the lengths of padding are reset: its slots are still those of the step before
     - buffer.copy_(column)
     + buffer[:n].copy_(column[:n])
-    - inputs.tables.copy_
+    - inputs.tables.copy_(torch.tensor(tables))
     + inputs.lengths[n:] = 0
-    + inputs.tables.copy_
+    + inputs.tables[:n].copy_(torch.tensor(tables)[:n])
     only the slots of padding are reset: its lengths are still those of the step before
     - buffer.copy_(column)
     + buffer[:n].copy_(column[:n])
-    - inputs.tables.copy_
+    - inputs.tables.copy_(torch.tensor(tables))
     + inputs.slots[n:] = -1
-    + inputs.tables.copy_
+    + inputs.tables[:n].copy_(torch.tensor(tables)[:n])
     padding is written to slot 0, which is the first position of whoever has block 0
     - (0, 0, -1, 0)
     + (0, 0, 0, 0)
@@ -952,6 +954,9 @@ edits(
     the slot is that of the position behind the new one
     - cache.find_slots(sequence, position, position + 1)
     + cache.find_slots(sequence, position + 1, position + 2)
+    `find_slots` is asked for all positions: shared blocks that are only read are copied, too
+    - cache.find_slots(sequence, position, position + 1)
+    + cache.find_slots(sequence, 0, position + 1)[-1:]
     the table is read before `find_slots`, which may add a block or exchange one for a copy
     - (slot,) = cache.find_slots(sequence, position, position + 1)
     + table = list(cache.tables[sequence])
@@ -968,6 +973,13 @@ edits(
     the sequences are longer in the first layer only
     - cache.lengths[sequence] = [position + 1] * len(cache.keys)
     + cache.lengths[sequence][0] = position + 1
+    the new list of lengths has one entry, not one for each layer
+    - cache.lengths[sequence] = [position + 1] * len(cache.keys)
+    + cache.lengths[sequence] = [position + 1]
+    a new `StaticInputs` is filled, and the caller's buffers stay as they were
+    - buffers = inputs.tokens,
+    + inputs = StaticInputs.allocate(n_rows, width)
+    + buffers = inputs.tokens,
     the rows are in the order of the ids, not of `sequences`
     - zip(sequences, tokens, strict=True)
     + sorted(zip(sequences, tokens, strict=True))
@@ -978,6 +990,9 @@ edits(
     - if n > n_rows:
     -     raise ValueError(f"{n} sequences do not fit into {n_rows} rows")
     + sequences, tokens = sequences[:n_rows], tokens[:n_rows]
+    the number of sequences is compared with M, the blocks of a table, instead of N, the rows
+    - n > n_rows
+    + n > width
     a batch that fills all rows is refused
     - n > n_rows
     + n >= n_rows
