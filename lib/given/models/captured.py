@@ -35,9 +35,9 @@ class StaticInputs:
     @classmethod
     def allocate(cls, n_rows: int, n_blocks: int, device: Any = None) -> "StaticInputs":
         """Buffers of N rows for sequences of up to M = ``n_blocks`` blocks; no row writes or attends to anything."""
-        rows = torch.zeros(4, n_rows, dtype=torch.int64, device=device)
-        rows[2] = -1
-        return cls(*rows, torch.zeros(n_rows, n_blocks, dtype=torch.int64, device=device))
+        tables = torch.zeros(n_rows, n_blocks, dtype=torch.int64, device=device)
+        tokens, positions, lengths = torch.zeros(3, n_rows, dtype=torch.int64, device=device)
+        return cls(tokens, positions, torch.full_like(tokens, -1), lengths, tables)
 
 
 class CapturedStep:
