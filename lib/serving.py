@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from lib.fast.serving import Runner
 from lib.given.kernels.paged import launch_paged, table_of
+from lib.given.models.captured import StaticInputs
 from lib.given.models.gpus import Sheet
 from lib.given.models.serving import BlockStore, Chunk, Node, OutOfBlocks, Progress, Queue, check_used, whole_blocks
 from lib.given.models.serving import Request as Request
@@ -371,3 +372,33 @@ def expected_tokens(acceptance: float, n_drafted: int) -> float:
     Source: Leviathan, Kalman and Matias (arXiv:2211.17192), equation (1).
     """
     raise NotImplementedError("Exercise 21.11: write expected_tokens")
+
+
+def fill_static_inputs(
+    inputs: StaticInputs, cache: PagedCache, sequences: Sequence[int], tokens: Sequence[int]
+) -> None:
+    """Write what a captured decoding step needs into the buffers that it reads, in place. (Exercise 21.12)
+
+    Size: 25 minutes, difficulty 3, core.
+
+    Args:
+        inputs: Buffers (given) of N rows, int64: ``tokens``, ``positions``, ``slots`` and ``lengths`` ``[N]``, and
+            ``tables`` ``[N, M]``. They still hold the rows of the step before.
+        cache: A ``PagedCache``, which has the blocks that the step needs.
+        sequences: Ids of B sequences, all different. Each is as long in all layers, and fits into M blocks.
+        tokens: The next token of each.
+
+    Returns:
+        Nothing.
+
+        - Row i takes the token of ``sequences[i]``, its position, its slot (from ``find_slots``), its length and its
+          table, as they are for the step. The length counts the new position.
+        - Rows B to N - 1 are padding: a slot of -1, into which a step writes nothing, and a length of 0. Their other
+          numbers are not used, but the model looks them up: 0 is a valid token, position and block.
+        - Each sequence is one position longer in all layers of the cache.
+        - Every buffer keeps its address, its shape and its dtype; only its numbers change.
+
+    Raises:
+        ValueError: There are more sequences than rows. The message has both numbers, and nothing has changed.
+    """
+    raise NotImplementedError("Exercise 21.12: write fill_static_inputs")

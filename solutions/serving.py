@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from lib.fast.serving import Runner
 from lib.given.kernels.paged import launch_paged, table_of
+from lib.given.models.captured import StaticInputs
 from lib.given.models.gpus import Sheet
 from lib.given.models.serving import BlockStore, Chunk, Node, OutOfBlocks, Progress, Queue, check_used, whole_blocks
 from lib.given.models.serving import Request as Request
@@ -564,4 +565,49 @@ def expected_tokens(acceptance: float, n_drafted: int) -> float:
     if not 0 <= acceptance <= 1:
         raise ValueError(f"acceptance = {acceptance}: expected a probability from 0 to 1")
     return float(sum(acceptance**i for i in range(n_drafted + 1)))
+    ### END SOLUTION
+
+
+def fill_static_inputs(
+    inputs: StaticInputs, cache: PagedCache, sequences: Sequence[int], tokens: Sequence[int]
+) -> None:
+    """Write what a captured decoding step needs into the buffers that it reads, in place. (Exercise)
+
+    Size: 25 minutes, difficulty 3, core.
+
+    Args:
+        inputs: Buffers (given) of N rows, int64: ``tokens``, ``positions``, ``slots`` and ``lengths`` ``[N]``, and
+            ``tables`` ``[N, M]``. They still hold the rows of the step before.
+        cache: A ``PagedCache``, which has the blocks that the step needs.
+        sequences: Ids of B sequences, all different. Each is as long in all layers, and fits into M blocks.
+        tokens: The next token of each.
+
+    Returns:
+        Nothing.
+
+        - Row i takes the token of ``sequences[i]``, its position, its slot (from ``find_slots``), its length and its
+          table, as they are for the step. The length counts the new position.
+        - Rows B to N - 1 are padding: a slot of -1, into which a step writes nothing, and a length of 0. Their other
+          numbers are not used, but the model looks them up: 0 is a valid token, position and block.
+        - Each sequence is one position longer in all layers of the cache.
+        - Every buffer keeps its address, its shape and its dtype; only its numbers change.
+
+    Raises:
+        ValueError: There are more sequences than rows. The message has both numbers, and nothing has changed.
+    """
+    ### BEGIN SOLUTION
+    (n_rows, width), n = inputs.tables.shape, len(sequences)
+    if n > n_rows:
+        raise ValueError(f"{n} sequences do not fit into {n_rows} rows")
+    rows, tables = [(0, 0, -1, 0)] * n_rows, [[0] * width] * n_rows  # padding
+    for i, (sequence, token) in enumerate(zip(sequences, tokens, strict=True)):
+        position = cache.length_of(sequence)
+        (slot,) = cache.find_slots(sequence, position, position + 1)
+        cache.lengths[sequence] = [position + 1] * len(cache.keys)
+        table = cache.tables[sequence]
+        rows[i], tables[i] = (token, position, slot, position + 1), table + [0] * (width - len(table))
+    buffers = inputs.tokens, inputs.positions, inputs.slots, inputs.lengths
+    for buffer, column in zip(buffers, torch.tensor(rows).T, strict=True):
+        buffer.copy_(column)
+    inputs.tables.copy_(torch.tensor(tables))
     ### END SOLUTION

@@ -879,3 +879,138 @@ edits(
     + acceptance > 1
     """,
 )
+
+
+edits(
+    "fill_static_inputs",
+    """
+    the tokens are assigned as a new tensor: a replay goes on reading the old one, so use `copy_`
+    - buffers = inputs.tokens,
+    + inputs.tokens = torch.tensor(rows)[:, 0]
+    + buffers = inputs.tokens,
+    all buffers are assigned as new tensors: a replay goes on reading the old ones, so use `copy_`
+    - buffers = inputs.tokens, inputs.positions, inputs.slots, inputs.lengths
+    - for buffer, column in zip(buffers, torch.tensor(rows).T, strict=True):
+    -     buffer.copy_(column)
+    - inputs.tables.copy_(torch.tensor(tables))
+    + inputs.tokens, inputs.positions, inputs.slots, inputs.lengths = torch.tensor(rows).T
+    + inputs.tables = torch.tensor(tables)
+    `.data` is exchanged: the tensor is the same object, but its memory is new
+    - buffer.copy_(column)
+    + buffer.data = column.contiguous()
+    only the tables are assigned as a new tensor: they need `copy_`, too
+    - inputs.tables.copy_(torch.tensor(tables))
+    + inputs.tables = torch.tensor(tables)
+    the tables are as wide as the longest of this batch: the width belongs to what was captured
+    - inputs.tables.copy_(torch.tensor(tables))
+    + longest = max(len(cache.tables[sequence]) for sequence in sequences)
+    + inputs.tables = torch.tensor(tables)[:, :longest]
+    the buffers are cut to the batch: the number of rows belongs to what was captured
+    - buffers = inputs.tokens,
+    + inputs.tokens, inputs.positions, inputs.slots, inputs.lengths, inputs.tables = (
+    +     buffer[:n] for buffer in vars(inputs).values()
+    + )
+    + rows, tables = rows[:n], tables[:n]
+    + buffers = inputs.tokens,
+    rows of padding keep what the step before left: they write into blocks that may be somebody else's by now
+    - buffer.copy_(column)
+    + buffer[:n].copy_(column[:n])
+    - inputs.tables.copy_(torch.tensor(tables))
+    + inputs.tables[:n].copy_(torch.tensor(tables)[:n])
+    only the lengths of padding are reset: its slots are still those of the step before
+    - buffer.copy_(column)
+    + buffer[:n].copy_(column[:n])
+    - inputs.tables.copy_(torch.tensor(tables))
+    + inputs.lengths[n:] = 0
+    + inputs.tables[:n].copy_(torch.tensor(tables)[:n])
+    only the slots of padding are reset: its lengths are still those of the step before
+    - buffer.copy_(column)
+    + buffer[:n].copy_(column[:n])
+    - inputs.tables.copy_(torch.tensor(tables))
+    + inputs.slots[n:] = -1
+    + inputs.tables[:n].copy_(torch.tensor(tables)[:n])
+    padding is written to slot 0, which is the first position of whoever has block 0
+    - (0, 0, -1, 0)
+    + (0, 0, 0, 0)
+    padding repeats the last sequence of the batch
+    - buffers = inputs.tokens,
+    + rows[n:], tables[n:] = rows[n - 1 : n] * (n_rows - n), tables[n - 1 : n] * (n_rows - n)
+    + buffers = inputs.tokens,
+    padding has the length 1: it attends to a position of whoever has block 0
+    - (0, 0, -1, 0)
+    + (0, 0, -1, 1)
+    padding has the token -1, which no model can look up
+    - (0, 0, -1, 0)
+    + (-1, 0, -1, 0)
+    padding has the position -1, which no model can look up
+    - (0, 0, -1, 0)
+    + (0, -1, -1, 0)
+    the length leaves out the new position: the token does not attend to itself
+    - slot, position + 1)
+    + slot, position)
+    the position counts from 1: it is the length with the new token
+    - (token, position, slot, position + 1)
+    + (token, position + 1, slot, position + 1)
+    the slot is that of the position behind the new one
+    - cache.find_slots(sequence, position, position + 1)
+    + cache.find_slots(sequence, position + 1, position + 2)
+    `find_slots` is asked for all positions: shared blocks that are only read are copied, too
+    - cache.find_slots(sequence, position, position + 1)
+    + cache.find_slots(sequence, 0, position + 1)[-1:]
+    the table is read before `find_slots`, which may add a block or exchange one for a copy
+    - (slot,) = cache.find_slots(sequence, position, position + 1)
+    + table = list(cache.tables[sequence])
+    + (slot,) = cache.find_slots(sequence, position, position + 1)
+    - table = cache.tables[sequence]
+    +
+    the slot is computed from the table, without `find_slots`: a new block is missing, and a shared one is not copied
+    - (slot,) = cache.find_slots(sequence, position, position + 1)
+    + table, size = cache.tables[sequence], cache.block_size
+    + slot = table[min(position // size, len(table) - 1)] * size + position % size
+    the sequences are not longer afterwards: the next step writes to the same slots again
+    - cache.lengths[sequence] = [position + 1] * len(cache.keys)
+    +
+    the sequences are longer in the first layer only
+    - cache.lengths[sequence] = [position + 1] * len(cache.keys)
+    + cache.lengths[sequence][0] = position + 1
+    the new list of lengths has one entry, not one for each layer
+    - cache.lengths[sequence] = [position + 1] * len(cache.keys)
+    + cache.lengths[sequence] = [position + 1]
+    a new `StaticInputs` is filled, and the caller's buffers stay as they were
+    - buffers = inputs.tokens,
+    + inputs = StaticInputs.allocate(n_rows, width)
+    + buffers = inputs.tokens,
+    the rows are in the order of the ids, not of `sequences`
+    - zip(sequences, tokens, strict=True)
+    + sorted(zip(sequences, tokens, strict=True))
+    the slot is the number of the block, without the place in it
+    - (token, position, slot, position + 1)
+    + (token, position, slot // cache.block_size, position + 1)
+    a batch that is too large is cut: the last sequences get no token
+    - if n > n_rows:
+    -     raise ValueError(f"{n} sequences do not fit into {n_rows} rows")
+    + sequences, tokens = sequences[:n_rows], tokens[:n_rows]
+    the number of sequences is compared with M, the blocks of a table, instead of N, the rows
+    - n > n_rows
+    + n > width
+    a batch that fills all rows is refused
+    - n > n_rows
+    + n >= n_rows
+    the batch is refused only after its sequences have been made longer
+    - if n > n_rows:
+    -     raise ValueError(f"{n} sequences do not fit into {n_rows} rows")
+    - rows, tables = [(0, 0, -1, 0)] * n_rows, [[0] * width] * n_rows
+    + rows, tables = [(0, 0, -1, 0)] * max(n, n_rows), [[0] * width] * max(n, n_rows)
+    - buffers = inputs.tokens,
+    + if n > n_rows:
+    +     raise ValueError(f"{n} sequences do not fit into {n_rows} rows")
+    + buffers = inputs.tokens,
+    a batch that is too large gets new, larger buffers
+    - if n > n_rows:
+    -     raise ValueError(f"{n} sequences do not fit into {n_rows} rows")
+    + if n > n_rows:
+    +     larger = StaticInputs.allocate(n, width)
+    +     vars(inputs).update(vars(larger))
+    +     n_rows = n
+    """,
+)

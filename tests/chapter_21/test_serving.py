@@ -9,6 +9,7 @@ import itertools
 import math
 import random
 from collections import Counter
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
@@ -19,10 +20,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lib.given.kernels import paged
 from lib.given.kernels.mode import HAS_TRITON, INTERPRETED, NO_TRITON
+from lib.given.models.captured import CapturedStep, StaticInputs
 from lib.given.models.gpt2 import GPT2Config
 from lib.given.models.gpus import SHEETS, Sheet
 from lib.given.models.llama import LLAMA_2_7B, LLAMA_2_70B, LlamaConfig
-from lib.given.models.serving import Chunk, OutOfBlocks, Request
+from lib.given.models.serving import BlockStore, Chunk, OutOfBlocks, Request, next_logits
 from lib.gpt2 import GPT2
 from lib.llama import Llama, generate
 from lib.workbook.grading import case, expect_close, expect_equal, expect_raises, expect_true, graded, oracle
@@ -30,8 +32,8 @@ from tests.inputs import randn
 
 serving = graded("serving")
 
-STEP, BOUND, PAGE, COPY, ATTEND, PARTS, PREFIX, BUDGET, KEEP, REST, MEAN = (
-    f"eq-serving-{n}" for n in (1, 2, 3, 4, 5, 6, 7, 8, 9, 9, 10)
+STEP, BOUND, PAGE, COPY, ATTEND, PARTS, PREFIX, BUDGET, KEEP, REST, MEAN, STATIC = (
+    f"eq-serving-{n}" for n in (1, 2, 3, 4, 5, 6, 7, 8, 9, 9, 10, 11)
 )
 EVICT = "the contract, under evict"
 DEVICE = "cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda"
@@ -1459,3 +1461,144 @@ def test_expected_tokens_refuses(acceptance):
     case(f"acceptance {acceptance}")
     with expect_raises(ValueError, str(acceptance), read=RAISES):
         serving.expected_tokens(acceptance, 3)
+
+
+# ---- fill_static_inputs ----------------------------------------------------------------------------------------------
+
+
+class ListedBlocks(BlockStore):
+    """A paged cache without the learner's: blocks are taken in order, and copied if another table has them, too."""
+
+    def __init__(self, config, n_blocks: int = 8, block_size: int = 4):
+        super().__init__(config, n_blocks, block_size, torch.float64)
+        self.unused = list(range(n_blocks))
+
+    def find_slots(self, sequence: int, start: int, end: int) -> list[int]:
+        table, size = self.tables[sequence], self.block_size
+        for i in range(start // size, -(-end // size)):
+            if i == len(table):
+                table.append(self.unused.pop(0))
+            elif sum(table[i] in other for other in self.tables.values()) > 1:
+                old, table[i] = table[i], self.unused.pop(0)
+                self.copy_block(old, table[i])
+        return [table[p // size] * size + p % size for p in range(start, end)]
+
+    def admit(self, sequence: int, n: int) -> list[int]:
+        """Start a sequence with n positions; returns their slots."""
+        self.tables[sequence], self.lengths[sequence] = [], [n] * len(self.keys)
+        return self.find_slots(sequence, 0, n)
+
+    def end(self, sequence: int) -> None:
+        """Forget a sequence; the next one that needs blocks gets these."""
+        del self.lengths[sequence]
+        self.unused = self.tables.pop(sequence) + self.unused
+
+
+def filled(inputs: StaticInputs, cache, sequences: list[int], tokens: list[int]) -> StaticInputs:
+    """The buffers after a call, in which each must be where it was, with its shape and dtype."""
+    before = {name: (x, x.data_ptr(), list(x.shape), x.dtype) for name, x in vars(inputs).items()}
+    serving.fill_static_inputs(inputs, cache, sequences, tokens)
+    state = {name: getattr(inputs, name) for name in before}
+    moved, exchanged = [], []
+    for name, (buffer, address, shape, dtype) in before.items():
+        now = state[name]
+        if not isinstance(now, Tensor):
+            told = f"inputs.{name} is now a {type(now).__name__}, which no kernel can read"
+            expect_true(False, told, answer=state, read=STATIC)
+        told = f"inputs.{name} is now {list(now.shape)}, and a replay reads {shape}"
+        expect_true(list(now.shape) == shape, told, answer=state, read=STATIC)
+        expect_equal(now.dtype, dtype, name=f"inputs.{name}.dtype", answer=state, read=STATIC)
+        if now.data_ptr() != address:
+            (exchanged if now is buffer else moved).append(f"inputs.{name}")
+    told = f"{', '.join(moved)}: another tensor than before, and a replay reads the memory of the old one"
+    expect_true(not moved, told, answer=state, read=STATIC)
+    told = f"{', '.join(exchanged)}: the tensor of before with other memory, and a replay reads the old memory"
+    expect_true(not exchanged, told, answer=state, read=STATIC)
+    return inputs
+
+
+def test_fill_static_inputs_by_hand():
+    case("4 rows, blocks of 4: token 30 for a sequence of 6 positions, 40 for one of 4, 50 for a fork of the first")
+    cache, inputs = ListedBlocks(TINY), StaticInputs.allocate(4, 3)
+    cache.admit(7, 4), cache.admit(5, 6)
+    cache.tables[6], cache.lengths[6] = list(cache.tables[5]), [6, 6]
+    filled(inputs, cache, [5, 7, 6], [30, 40, 50])
+    found = {name: getattr(inputs, name).tolist() for name in ("tokens", "positions", "slots", "lengths", "tables")}
+    found["tables"] = [row[:2] for row in found["tables"][:3]]
+    found["lengths in the cache"] = [cache.lengths[i] for i in (5, 7, 6)]
+    for name in ("tokens", "positions"):
+        padding = found[name].pop()
+        told = f"inputs.{name} = {padding} in a row of padding, which the model cannot look up"
+        expect_true(0 <= padding < 64, told, answer=found, read=STATIC)
+    expected = {"tokens": [30, 40, 50], "positions": [6, 4, 6], "slots": [14, 16, 10, -1], "lengths": [7, 5, 7, 0]}
+    expected |= {"tables": [[1, 3], [0, 4], [1, 2]], "lengths in the cache": [[7, 7], [5, 5], [7, 7]]}
+    expect_equal(found, expected, name="", read=STATIC)
+
+
+def test_fill_static_inputs_for_a_smaller_batch():
+    case("4 rows: four sequences of 1, 2, 3 and 4 positions, then only the third")
+    cache, inputs = ListedBlocks(TINY), StaticInputs.allocate(4, 3)
+    for i in (1, 2, 3, 4):
+        cache.admit(i, i)
+    filled(inputs, cache, [1, 2, 3, 4], [10, 20, 30, 40])
+    filled(inputs, cache, [3], [33])
+    found = {"slots": inputs.slots.tolist(), "lengths": inputs.lengths.tolist(), "tokens[0]": int(inputs.tokens[0])}
+    expected = {"slots": [20, -1, -1, -1], "lengths": [5, 0, 0, 0], "tokens[0]": 33}
+    expect_equal(found, expected, name="", read=STATIC)
+
+
+def prefill(model, cache, sequence: int, tokens: list[int]) -> None:
+    """Compute a prompt without the learner's functions."""
+    slots = cache.admit(sequence, len(tokens))
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        cache.write(layer, slots, k, v)
+        q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+        return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(0, 1)
+
+    n = len(tokens)
+    next_logits(model, torch.tensor(tokens), torch.arange(n), torch.tensor([n - 1]), attend)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_fill_static_inputs_replays_give_the_logits_of_the_plain_model(kind):
+    case(f"{kind}, 4 rows: replays for 4, 3, 1, 2 and 4 sequences; one ends, and its blocks go to another")
+    model = small_model(kind)
+    texts = {i: [(7 * i + 3 * t) % 64 for t in range(n)] for i, n in ((1, 6), (2, 3), (3, 9), (4, 2), (5, 10))}
+    cache, inputs = ListedBlocks(model.config, 16), StaticInputs.allocate(4, 8)
+    step = CapturedStep(model, cache, inputs)
+    for i in (1, 2, 3, 4):
+        prefill(model, cache, i, texts[i])
+    for n, batch in enumerate(([1, 2, 3, 4], [4, 1, 2], [2], [5, 1], [1, 2, 5, 4]), 1):
+        if batch == [2]:
+            cache.end(3)
+            prefill(model, cache, 5, texts[5])
+        tokens = [(11 * i + n) % 64 for i in batch]
+        filled(inputs, cache, batch, tokens)
+        held = cache.keys.clone()
+        answer = step.replay()[: len(batch)]
+        written = (cache.keys != held).flatten(3).any(-1).any(0).flatten().nonzero().flatten().tolist()
+        expected = sorted(cache.tables[i][(m := len(texts[i])) // 4] * 4 + m % 4 for i in batch)
+        expect_equal(written, expected, name=f"slots that replay {n} writes to", answer=answer, read=STATIC)
+        for i, token in zip(batch, tokens, strict=True):
+            texts[i].append(token)
+        with torch.no_grad():
+            plain = [model(torch.tensor([texts[i]])) for i in batch]
+        plain = torch.stack([(x if kind == "llama" else x[0])[0, -1] for x in plain]).float()
+        expect_close(answer, plain, name=f"logits of replay {n}", read=STATIC)
+
+
+@pytest.mark.parametrize("n", [3, 5])
+def test_fill_static_inputs_refuses_a_larger_batch(n):
+    case(f"{n} sequences of one position, 2 rows")
+    cache, inputs, read = ListedBlocks(TINY), StaticInputs.allocate(2, 3), "the contract, under Raises"
+    for i in range(n):
+        cache.admit(i, 1)
+    with suppress(ValueError):
+        serving.fill_static_inputs(inputs, cache, list(range(n)), [9] * n)
+    found = {"rows of inputs.tokens": len(inputs.tokens), "lengths in the cache": list(cache.lengths.values())}
+    found["tokens"] = inputs.tokens.tolist()
+    expected = {"rows of inputs.tokens": 2, "lengths in the cache": [[1, 1]] * n, "tokens": [0, 0]}
+    expect_equal(found, expected, name="", read=read)
+    with expect_raises(ValueError, str(n), "2", read=read):
+        serving.fill_static_inputs(inputs, cache, list(range(n)), [9] * n)

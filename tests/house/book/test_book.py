@@ -265,6 +265,7 @@ CONTRACT = {
         "generate_many",
         "speculative_step",
         "expected_tokens",
+        "fill_static_inputs",
     ],
     "scaling_laws": [
         "fit_power_law",

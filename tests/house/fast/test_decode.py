@@ -17,6 +17,7 @@ from lib.fast.decode import MOST_SEQUENCES, batch_size, can_step
 from lib.fast.parts.rows import add_norm, embed, gate, merge, rotate_and_store
 from lib.fast.parts.sample import NOT_FINITE, sample_rows
 from lib.given.kernels.mode import HAS_TRITON, INTERPRETED, NO_TRITON
+from lib.given.models.captured import CapturedStep, StaticInputs
 from lib.given.models.llama import LlamaConfig
 from lib.given.models.serving import Chunk, Progress, Request
 from lib.llama import Llama, RMSNorm, sample_next
@@ -26,7 +27,7 @@ from lib.runs.serving.drafters import Lookup, ModelDrafter
 from lib.runs.serving.forms import Form
 from lib.runs.serving.prefix import PrefixEngine
 from lib.runs.serving.wanted import Wanted
-from lib.serving import Engine, Scheduler
+from lib.serving import Engine, Scheduler, fill_static_inputs
 from tests.house.fast.comparing import PLACES, check_one_row, close, normal, on_both
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason=NO_TRITON)
@@ -211,6 +212,25 @@ def test_a_block_that_was_copied_reaches_every_row_that_knew_the_one_before(fast
     plain.steps = None
     (expected,) = plain.run([Chunk(Progress(first.request), len(first.tokens))])
     close(found, expected, atol=1e-4)
+
+
+@pytest.mark.time_limit(120)
+def test_a_step_reads_what_chapter_21_fills(fast, model):
+    """Row by row the same numbers, padding too; and kernels and the stand-in for a graph compute the same of them."""
+    engine = Engine(model, Scheduler(32, 16, 4))
+    for request in mixed_requests():  # one ends at once
+        engine.submit(request)
+    engine.step()
+    chunks, cache = engine.scheduler.schedule(), copy.deepcopy(engine.cache)
+    assert len(chunks) == 3
+    inputs = StaticInputs.allocate(4, engine.steps.tables.shape[1], engine.steps.device)
+    step, ids = CapturedStep(model, cache, inputs), [engine.sequences[chunk.progress] for chunk in chunks]
+    fill_static_inputs(inputs, cache, ids, [chunk.tokens[0] for chunk in chunks])
+    close(torch.stack(list(engine.run(chunks))), step.replay()[: len(chunks)], atol=1e-4)
+    rows = [inputs.tokens, inputs.positions, inputs.slots, inputs.lengths]
+    assert engine.steps.fields[:, :4].tolist() == [row.tolist() for row in rows]
+    assert engine.steps.tables[:3].tolist() == inputs.tables[:3].tolist()
+    close(cache.keys, engine.cache.keys)
 
 
 @pytest.mark.time_limit(120)
