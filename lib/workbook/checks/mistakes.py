@@ -3,7 +3,6 @@
 A test must catch it, and the diagnosis must name it, with the chapter's record. ``--record`` writes the record.
 """
 
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -61,7 +60,8 @@ class MistakeItem(pytest.Item):
         check, drawn = known
         is_old = check != test.name or not firsts.are_like(drawn, firsts.sketch(outcome))
         if is_old:
-            self.user_properties.append((OLD, str(firsts.record_path(self.mistake.module).relative_to(ROOT))))
+            path = firsts.record_path(self.mistake.module).relative_to(ROOT)
+            self.user_properties.append((OLD, (str(path), self.mistake.label)))
         return is_old
 
     def _is_named(self, test: pytest.Function, outcome: Outcome) -> None:
@@ -138,11 +138,14 @@ def record(reports: list[pytest.TestReport]) -> list[Path]:
 
 def told(reports: list[pytest.TestReport]) -> list[str]:
     """A line for each record of which lines are old."""
-    found = Counter(str(value) for one in reports for key, value in one.user_properties if key == OLD)
+    found: dict[str, list[str]] = {}
+    old: list[Any] = [value for one in reports for key, value in one.user_properties if key == OLD]
+    for path, label in old:
+        found.setdefault(path, []).append(label)
     return [
-        f"{path}: old lines: {n}; their mistakes were diagnosed without them; "
-        f"renew them with: pytest --mistakes --record {Path(path).parent}"
-        for path, n in sorted(found.items())
+        f"{path}: old lines: {len(labels)} ({', '.join(labels[:3])}{', …' * (len(labels) > 3)}); their mistakes were "
+        f"diagnosed without them; renew them with: pytest --mistakes --record {Path(path).parent}"
+        for path, labels in sorted(found.items())
     ]
 
 
