@@ -16,6 +16,7 @@ from lib.workbook.grading import firsts
 from lib.workbook.grading.likeness import Outcome, looks_like
 from lib.workbook.grading.mistakes import Mistake, mistakes_of
 
+AGAIN_ON_RANKS = 4  # times
 FIRST, OLD = "first failure", "old record"  # properties of reports
 
 
@@ -41,11 +42,15 @@ class MistakeItem(pytest.Item):
         raise AssertionError(f"no test catches the mistake of {self.mistake.name}: {self.mistake.sentence}")
 
     def _record(self, test: pytest.Function, outcome: Outcome) -> None:
-        """Note how the mistake fails first, for the record; that it varies, if the same check ends otherwise again."""
+        """Note how the mistake fails first, for the record; that it varies, if the same check ends otherwise again.
+
+        On ranks, chance decides which of them fails first, so the check is run more often, and may end in several ways.
+        """
         drawn, wrong = self._sketch(test, outcome), self.mistake
         if drawn != firsts.NOT_COMPARED:
-            again = diagnosis.Trials(self.trials.run).of_mistake(wrong, test)
-            drawn = drawn if firsts.are_like(drawn, self._sketch(test, again)) else firsts.NOT_COMPARED
+            again = AGAIN_ON_RANKS if "ranks" in test.fixturenames else 1
+            runs = [diagnosis.Trials(self.trials.run).of_mistake(wrong, test) for _ in range(again)]
+            drawn = firsts.either([drawn, *(self._sketch(test, one) for one in runs)], most=again)
         self.user_properties.append((FIRST, (wrong.module, wrong.name, firsts.short(wrong), test.name, drawn)))
 
     def _sketch(self, test: pytest.Function, outcome: Outcome) -> str:
@@ -143,7 +148,7 @@ def told(reports: list[pytest.TestReport]) -> list[str]:
     for path, label in old:
         found.setdefault(path, []).append(label)
     return [
-        f"{path}: old lines: {len(labels)} ({', '.join(labels[:3])}{', …' * (len(labels) > 3)}); their mistakes were "
+        f"{path}: old lines: {len(labels)} ({', '.join(labels[:9])}{', …' * (len(labels) > 9)}); their mistakes were "
         f"diagnosed without them; renew them with: pytest --mistakes --record {Path(path).parent}"
         for path, labels in sorted(found.items())
     ]
