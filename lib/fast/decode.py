@@ -1,4 +1,4 @@
-"""Chapter 4's Llama on tokens of many requests, with few launches; a decoding step is one launch of a CUDA graph.
+"""Chapter 4's Llama on tokens of many requests, with few launches; a step of few tokens is one launch of a CUDA graph.
 
 Chapter 21's step takes its time on the host, which launches many small kernels for each layer.
 `Steps` computes the same with fewer, and records them once for each of some batch sizes.
@@ -22,7 +22,7 @@ from lib.fast.parts.rows import add_norm, embed, gate, merge, one_row, rotate_an
 from lib.given.kernels.mode import HAS_TRITON, INTERPRETED, triton
 from lib.given.kernels.paged import paged_attention_kernel
 
-MOST_SEQUENCES = 256  # in a graph
+MOST_SEQUENCES = 256  # rows of a graph
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 TILE = 16 if INTERPRETED else 64  # positions that the paged kernel reads at a time
 FIELDS = 4  # of a sequence, before its table: token, position, slot, length
@@ -94,9 +94,10 @@ class Steps:
         n_rows: Rows of ``sampled``: chunks of a step at most.
 
     Attributes:
-        fields: ``[FIELDS, MOST_SEQUENCES]``, a numpy array: token, position, slot and length of each sequence of the
-            next decoding step. The length counts the new position. A token of ``-1 - row`` stands for ``sampled[row]``.
-        tables: ``[MOST_SEQUENCES, M]``, a numpy array: the blocks of each.
+        fields: ``[FIELDS, MOST_SEQUENCES]``, a numpy array: token, position, slot and length of each row of the next
+            captured step. The length counts the new position. A token of ``-1 - row`` stands for ``sampled[row]``.
+            Rows of one sequence, a prompt's tokens or drafts, differ in position, slot and length.
+        tables: ``[MOST_SEQUENCES, M]``, a numpy array: the blocks of each row's sequence.
         sampled: ``[n_rows]``, int64, on the device: the token that each row of the last step led to.
             The caller who samples writes it.
     """
@@ -137,8 +138,7 @@ class Steps:
 
     @torch.no_grad()
     def decode(self, n: int) -> Float[Tensor, "n v"]:
-        """The logits, float32, after one more token of each of n sequences: those of the first n of ``fields`` and
-        ``tables``.
+        """The logits, float32, after the tokens of n rows: the first n of ``fields`` and ``tables``.
 
         The next call overwrites them. Call ``wait`` before you change ``fields`` and ``tables`` for the next step.
         """

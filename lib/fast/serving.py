@@ -1,7 +1,7 @@
 """Runs a model on the tokens of many requests at once: the basis of chapter 21's engine and of the server.
 
-On a GPU a Llama takes the fast way: sequences that get one token pass through a CUDA graph, prompts through fused
-kernels (`lib.fast.decode`; for chapter 23's variants, `lib.fast.decode_variants`).
+On a GPU a Llama takes the fast way (`lib.fast.decode`; for chapter 23's variants, `lib.fast.decode_variants`): the
+tokens of a step pass through a CUDA graph; where they are too many for one, prompts pass through fused kernels.
 The learner's engine reads each step's logits before it schedules the next.
 `Runner.step_ahead` schedules the next step while the device computes this one, so that the work of both overlaps.
 """
@@ -150,7 +150,7 @@ class Runner:
         """
         chunks, new = self.scheduler.schedule(), list[tuple[Request, Any]]()
         self.release()
-        if any(chunk.n_tokens > 1 for chunk in chunks):  # whoever was preempted needs all its tokens
+        if any(chunk.n_tokens > 1 and UNKNOWN in chunk.tokens for chunk in chunks):  # of a request that was preempted
             new = self._collect(self._flight)
             chunks = [chunk for chunk in chunks if chunk.progress in self.scheduler.running]
         last, self._flight = self._flight, self._launch(chunks)
@@ -206,54 +206,63 @@ class Runner:
         """
         if self.steps is None:
             return self._in_a_row(chunks), self._by_row(chunks)
-        decoding, longer = [list[Chunk]()], list[Chunk]()
+        fits = sum(chunk.n_tokens for chunk in chunks) <= MOST_SEQUENCES  # in one graph, prompts and all
+        parts, longer = [list[Chunk]()], list[Chunk]()
         for chunk in chunks:
-            if chunk.n_tokens > 1 + self.drafted.get(chunk.progress, 0):
+            if not fits and chunk.n_tokens > 1 + self.drafted.get(chunk.progress, 0):
                 longer.append(chunk)
                 continue
-            if sum(n for _, n in decoding[-1]) + chunk.n_tokens > MOST_SEQUENCES:
-                decoding.append([])
-            decoding[-1].append(chunk)
-        found = [self._decode(part) for part in decoding if part]
+            if sum(n for _, n in parts[-1]) + chunk.n_tokens > MOST_SEQUENCES:
+                parts.append([])
+            parts[-1].append(chunk)
+        found = [self._by_graph(part) for part in parts if part]
         if longer:
             found.append(self._in_a_row(longer))
-        order = self._by_row([*(chunk for part in decoding for chunk in part), *longer])
+        order = self._by_row([*(chunk for part in parts for chunk in part), *longer])
         return found[0] if len(found) == 1 else torch.cat(found), order
 
     def _by_row(self, chunks: list[Chunk]) -> list[Chunk]:
         return [chunk for chunk in chunks for _ in range(1 + self.drafted.get(chunk.progress, 0))]
 
-    def _decode(self, chunks: list[Chunk]) -> Float[Tensor, "n v"]:
-        """One token of each of some sequences, by a graph, and those drafted, each in a row with its own length."""
-        steps, fields = self.steps, list[tuple[int, int, int, int]]()
+    def _by_graph(self, chunks: list[Chunk]) -> Float[Tensor, "n v"]:
+        """The tokens of some chunks, each in a row with its own position and length: so a prompt's tokens, whose keys
+        are all written before any is read, see those before them and none behind.
+        """
+        steps, fields, asked = self.steps, list[tuple[int, int, int, int]](), list[int]()
         assert steps is not None
         steps.wait()
-        for progress, token in ((chunk.progress, token) for chunk in chunks for token in chunk.tokens):
-            sequence = self._sequence(progress)
-            position = self.cache.lengths[sequence][0]
-            if token == UNKNOWN:
-                token = -1 - self._flight.rows[progress]
-            fields.append((token, position, self._slot(sequence, len(fields)), position + 1))
+        for progress, tokens in ((chunk.progress, chunk.tokens) for chunk in chunks):
+            sequence, row, end = self._sequence(progress), len(fields), len(fields) + len(tokens)
+            start = self.cache.lengths[sequence][0]
+            for i, (token, slot) in enumerate(zip(tokens, self._slots(sequence, row, end), strict=True), start):
+                fields.append((-1 - self._flight.rows[progress] if token == UNKNOWN else token, i, slot, i + 1))
+            asked += range(end - 1 - self.drafted.get(progress, 0), end)
         steps.fields[:, : len(fields)] = np.array(fields, dtype=np.int64).T
-        return steps.decode(len(fields)).clone()
+        logits = steps.decode(len(fields))
+        return logits.clone() if len(asked) == len(fields) else logits[_sent(torch.tensor(asked), logits.device)]
 
-    def _slot(self, sequence: int, row: int) -> int:
-        """Make a sequence longer by one position, and put its table into a row of the next step.
+    def _slots(self, sequence: int, row: int, end: int) -> list[int]:
+        """Make a sequence longer by the positions of rows ``row`` to ``end`` of the next step, and put its table there.
 
-        Returns the position's slot.
+        Returns the positions' slots.
         """
         assert self.steps is not None
         table, lengths, size = self.cache.tables[sequence], self.cache.lengths[sequence], self.cache.block_size
         place, at = divmod(lengths[0], size)
-        if place < len(table) and self.cache.allocator.n_users[table[place]] == 1:
+        is_shared = place < len(table) and self.cache.allocator.n_users[table[place]] > 1
+        if end - row == 1 and place < len(table) and not is_shared:
             lengths[:] = [lengths[0] + 1] * len(lengths)
-            slot = table[place] * size + at
-        else:  # a new block, or a copy of a shared one
-            slot, self._known[row] = int(self._extend(sequence, 1)[0]), (-1, 0)
-        if self._known[row] != (sequence, len(table)):
-            self.steps.tables[row, : len(table)] = table
-            self._known[row] = sequence, len(table)
-        return slot
+            slots = [table[place] * size + at]
+        else:
+            slots = self._extend(sequence, end - row).tolist()
+            table = self.cache.tables[sequence]
+            if is_shared:  # it has been copied: rows may know the table with the block before
+                self.forget_tables()
+        known = [(sequence, len(table))] * (end - row)
+        if self._known[row:end] != known:
+            self.steps.tables[row:end, : len(table)] = table
+            self._known[row:end] = known
+        return slots
 
     def forget_tables(self) -> None:
         """Send all tables anew with the next step: blocks have left the end of one."""

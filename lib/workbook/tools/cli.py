@@ -294,6 +294,7 @@ def test() -> None:
         "-m",
         "not browser and not exhaustive",
         "-q",
+        "--durations=40",
     ]
     # three on two cores: while one waits for its ranks or its server, the others compute
     command += ["-n", "3", "--dist", "loadfile", "--no-loadscope-reorder"]

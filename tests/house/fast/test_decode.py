@@ -178,13 +178,38 @@ def plainly(model, requests, scheduler):
 
 
 @pytest.mark.time_limit(120)
-@pytest.mark.parametrize("make", [Engine, PrefixEngine])
-def test_the_fast_way_gives_the_same_tokens(fast, model, make):
-    """In a pool of five blocks, so that requests wait and are preempted."""
+@pytest.mark.parametrize(("make", "most"), [(Engine, MOST_SEQUENCES), (PrefixEngine, 4)])
+def test_the_fast_way_gives_the_same_tokens(fast, model, make, most, monkeypatch):
+    """In a pool of five blocks, so that requests wait and are preempted. Prompts ride in the graph as far as it goes:
+    of steps of up to 7 tokens, with those of 4 only the short ones.
+    """
+    monkeypatch.setattr(serving, "MOST_SEQUENCES", most)
     expected = plainly(model, mixed_requests(), Scheduler(7, 5, 4))
-    engine = make(model, Scheduler(7, 5, 4))
+    engine, apart = make(model, Scheduler(7, 5, 4)), []
+    in_a_row = engine._in_a_row
+    monkeypatch.setattr(engine, "_in_a_row", lambda chunks: apart.append(chunks) or in_a_row(chunks))
     assert engine.steps is not None
     assert served(engine, mixed_requests()) == expected
+    assert bool(apart) == (most == 4)
+
+
+@pytest.mark.time_limit(120)
+def test_a_block_that_was_copied_reaches_every_row_that_knew_the_one_before(fast, model):
+    """A sequence moves to another row, there writes into a block that it shares, and comes back."""
+    engine = Engine(model, Scheduler(16, 8, 4))
+    first, other = (Progress(Request(prompt, 9)) for prompt in ([3, 1, 4, 1, 5, 9, 2, 6], [2, 7]))
+    for step in ([Chunk(first, 5)], [Chunk(other, 1), Chunk(first, 1)], [Chunk(first, 1)]):
+        if len(step) == 1 and first in engine.sequences:
+            fork = engine.cache.fork(engine.sequences[first])
+        engine.run(step)
+        for progress, n in step:
+            progress.n_cached += n
+    *_, found = engine.run([Chunk(other, 1), Chunk(first, 1)])
+    assert engine.cache.tables[fork][1] != engine.cache.tables[engine.sequences[first]][1]
+    plain = Engine(model, Scheduler(16, 8, 4))
+    plain.steps = None
+    (expected,) = plain.run([Chunk(Progress(first.request), len(first.tokens))])
+    close(found, expected, atol=1e-4)
 
 
 @pytest.mark.time_limit(120)
