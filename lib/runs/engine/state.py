@@ -177,8 +177,8 @@ def _save(
         if newest(folder) is None or not (folder / TOKENIZER).exists():
             write_tokenizer(folder, codec)
     if strategy.is_divided:
-        return _save_divided(folder, strategy, optimizer, step, state)
-    if _rank() == 0:
+        _save_divided(folder, strategy, optimizer, step, state)
+    elif _rank() == 0:
         save_checkpoint(folder / FILE, strategy.model, optimizer, step, **state)
         for old in folder.glob("step_????????"):
             shutil.rmtree(old, ignore_errors=True)
@@ -201,7 +201,6 @@ def _save_divided(folder: Path, strategy: Any, optimizer: Optimizer, step: int, 
         counts = {key: n for p in strategy.named().values() for key, n in _counts(optimizer.state[p], p).items()}
         _put_in_place(being_written, final, {"step": step, **state, COUNTS: counts, SUMS: sums})
         (folder / FILE).unlink(missing_ok=True)
-    _barrier()
 
 
 def _rank() -> int:
