@@ -2,6 +2,7 @@
 
 from collections import Counter
 from itertools import pairwise
+from typing import Any
 
 from lib.workbook.grading import edits
 from solutions import tokenization as reference
@@ -121,7 +122,8 @@ class Tables:
 
     def __init__(self, words):
         self.words, self.word_counts = list(words), list(words.values())
-        self.counts, self.holders = self.first_counts(words), {}
+        self.counts = self.first_counts(words)
+        self.holders: dict[Any, Any] = {}
         for n, symbols in enumerate(self.words):
             for pair in pairwise(symbols):
                 self.holders.setdefault(pair, set()).add(n)
@@ -156,7 +158,8 @@ class OldForms:
     """The same, where the words that contain a pair are noted in the form that they had at the time."""
 
     def __init__(self, words):
-        self.words, self.counts, self.holders = dict(words), reference.count_pairs(words), {}
+        self.words, self.counts = dict(words), reference.count_pairs(words)
+        self.holders: dict[Any, Any] = {}
         for symbols in self.words:
             for pair in pairwise(symbols):
                 self.holders.setdefault(pair, []).append(symbols)

@@ -11,6 +11,7 @@ import tracemalloc
 from collections import Counter
 from contextlib import contextmanager, suppress
 from functools import cache
+from typing import Any
 
 import pytest
 import regex
@@ -47,7 +48,7 @@ def plain_bpe(text: str, n_merges: int, special_tokens=()) -> list[tuple[bytes, 
     words = [([bytes([b]) for b in word.encode()], count) for word, count in counts.items()]
     merges = []
     for _ in range(n_merges):
-        pairs = Counter()
+        pairs = Counter[Any]()
         for word, count in words:
             for i in range(len(word) - 1):
                 pairs[word[i], word[i + 1]] += count
@@ -525,7 +526,8 @@ def test_BPETokenizer_special_tokens_are_no_patterns():
 
 
 def test_BPETokenizer_leaves_its_arguments():
-    vocab, merges, special_tokens = as_vocab([]), [], ["bb", "aaa"]
+    vocab, special_tokens = as_vocab([]), ["bb", "aaa"]
+    merges: list[tuple[bytes, bytes]] = []
     case("vocab and special_tokens after the call")
     tokenization.BPETokenizer(vocab, merges, special_tokens).encode("bbaaa")
     expect_equal((len(vocab), special_tokens), (256, ["bb", "aaa"]), name="(len(vocab), special_tokens)")
@@ -674,8 +676,8 @@ class Scans:
 def counted_scans(tokenizer, limit: int):
     """Counts what ``PRE_TOKEN`` looks through in the file, or files, that a tokenizer's methods were written in."""
     functions = [f for cls in type(tokenizer).__mro__ for f in vars(cls).values()]
-    files = {id(f.__globals__): f.__globals__ for f in functions if hasattr(f, "__globals__")}
-    files = [names for names in files.values() if "PRE_TOKEN" in names]
+    every = {id(f.__globals__): f.__globals__ for f in functions if hasattr(f, "__globals__")}
+    files = [names for names in every.values() if "PRE_TOKEN" in names]
     before = [names["PRE_TOKEN"] for names in files]
     try:
         for names in files:

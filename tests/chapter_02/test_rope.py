@@ -437,7 +437,7 @@ def test_interleaved_to_half_keeps_scores():
     case("n_heads=2, head_dim=6: dot products of rotated queries and keys in the two layouts")
     x, wq, wk, angles = randn(1, 5, 9), randn(12, 9, seed=1), randn(12, 9, seed=2), make_angles(5, 6)
     halves = [rope.interleaved_to_half(w, 2) for w in (wq, wk)]
-    actual = make_scores(x, *halves, 2, lambda q: turn_halves(q, angles))
+    actual = make_scores(x, halves[0], halves[1], 2, lambda q: turn_halves(q, angles))
     expected = make_scores(x, wq, wk, 2, lambda q: turn(q, angles))
     expect_close(actual, expected, atol=1e-4, rtol=1e-5, name="scores", answer=halves[0], read=LAYOUTS)
 
@@ -459,7 +459,7 @@ def test_interleaved_to_half_suits_transformers():
     x, wq, wk, angles = randn(2, 6, 16), randn(16, 16, seed=3), randn(16, 16, seed=4), make_angles(6, 8)
     halves = [rope.interleaved_to_half(w, 2) for w in (wq, wk)]
     expected = make_scores(x, wq, wk, 2, lambda q: turn(q, angles)).float()
-    scores = transformers_scores(x, *halves, 2)
+    scores = transformers_scores(x, halves[0], halves[1], 2)
     expect_close(scores, expected, atol=1e-3, rtol=1e-4, name="scores", answer=halves[0], read=LAYOUTS)
 
 
@@ -493,7 +493,7 @@ def test_half_to_interleaved_gives_transformers_scores():
     x, wq, wk, angles = randn(2, 6, 16), randn(16, 16, seed=1), randn(16, 16, seed=2), make_angles(6, 8)
     expected = recorded("scores", lambda: transformers_scores(x, wq, wk, 2))
     pairs = [rope.half_to_interleaved(w, 2) for w in (wq, wk)]
-    actual = make_scores(x, *pairs, 2, lambda q: turn(q, angles)).float()
+    actual = make_scores(x, pairs[0], pairs[1], 2, lambda q: turn(q, angles)).float()
     expect_close(actual, expected, atol=1e-3, rtol=1e-4, name="scores", answer=pairs[0], read=LAYOUTS)
 
 

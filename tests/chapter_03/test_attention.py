@@ -5,6 +5,7 @@ The tests build masks, rotations and caches themselves, and compare with PyTorch
 
 import math
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -401,7 +402,7 @@ def test_scaled_dot_product_attention_passes_gradients_back():
     out = attention.scaled_dot_product_attention(*mine, mask)
     expect_true(out.requires_grad, "the output is cut off from the graph", answer=out.detach(), read=ATTENTION)
     out.backward(incoming)
-    torch_attention(*theirs, mask).backward(incoming.double())
+    torch_attention(*theirs, mask=mask).backward(incoming.double())
     grads = [x.grad for x in mine]
     expected = [x.grad.float() for x in theirs]
     expect_close(grads, expected, atol=1e-5, name="grads of q, k, v", answer=out.detach(), read=ATTENTION)
@@ -698,7 +699,7 @@ def test_KVCache_of_one_model_does_not_know_the_other():
 # ---- MultiHeadAttention ----------------------------------------------------------------------------------------------
 
 
-def make_layer(dim: int, n_heads: int, n_kv_heads: int | None = None, seed: int = 0) -> nn.Module:
+def make_layer(dim: int, n_heads: int, n_kv_heads: int | None = None, seed: int = 0) -> Any:
     layer = attention.MultiHeadAttention(dim, n_heads, n_kv_heads)
     for i, name in enumerate(("wq", "wk", "wv", "wo")):
         weight = getattr(layer, name).weight

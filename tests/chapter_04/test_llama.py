@@ -6,6 +6,7 @@ to be judged; Transformers' Llama judges the whole.
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -113,7 +114,7 @@ def plain_llama(tokens: Tensor, w: dict[str, Tensor], config: LlamaConfig) -> Te
     return plain_norm(x, w["norm.weight"], config.norm_eps) @ w["output.weight"].double().T
 
 
-def fill(module: nn.Module, weights: dict[str, Tensor], read: str) -> nn.Module:
+def fill(module: nn.Module, weights: dict[str, Tensor], read: str) -> Any:
     """Load the weights, once the names and shapes are the contract's."""
     shapes = {name: tuple(value.shape) for name, value in module.state_dict().items()}
     expect_equal(
@@ -146,6 +147,7 @@ def transformers_llama(config: LlamaConfig, seed: int = 0):
     from transformers import LlamaConfig as TheirConfig
     from transformers import LlamaForCausalLM
 
+    more: dict[str, Any] = {"attn_implementation": "eager"}
     theirs = TheirConfig(
         vocab_size=config.vocab_size,
         hidden_size=config.dim,
@@ -159,7 +161,7 @@ def transformers_llama(config: LlamaConfig, seed: int = 0):
         bos_token_id=None,
         eos_token_id=None,
         pad_token_id=None,
-        attn_implementation="eager",
+        **more,
     )
     model = LlamaForCausalLM(theirs)
     model.load_state_dict(make_hf_weights(config, seed))
@@ -345,7 +347,7 @@ def test_SwiGLU_by_formula(shape, hidden_dim):
 # ---- TransformerBlock ------------------------------------------------------------------------------------------------
 
 
-def make_block(config: LlamaConfig, **changed: Tensor) -> tuple[nn.Module, dict[str, Tensor]]:
+def make_block(config: LlamaConfig, **changed: Tensor) -> tuple[Any, dict[str, Tensor]]:
     weights = part(make_weights(config), "layers.0.") | changed
     return fill(llama.TransformerBlock(config), weights, BLOCK), weights
 
@@ -402,7 +404,7 @@ def test_TransformerBlock_hands_the_cache_to_attention():
 # ---- Llama -----------------------------------------------------------------------------------------------------------
 
 
-def make_llama(config: LlamaConfig) -> tuple[nn.Module, dict[str, Tensor]]:
+def make_llama(config: LlamaConfig) -> tuple[Any, dict[str, Tensor]]:
     weights = make_weights(config)
     return fill(llama.Llama(config), weights, "the contract of ex-llama-llama"), weights
 

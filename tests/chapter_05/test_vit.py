@@ -5,6 +5,7 @@ attention and encoder layer, and with Transformers' model, so that few exercises
 """
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -185,10 +186,11 @@ def transformers_vit(c: ViTConfig, weights: dict[str, Tensor] | None = None):
     from transformers import ViTForImageClassification
 
     torch.manual_seed(0)
+    more: dict[str, Any] = {"num_labels": c.n_classes}
     theirs = ViTForImageClassification(
         TheirConfig(
             hidden_size=c.dim, num_hidden_layers=c.n_layers, num_attention_heads=c.n_heads,
-            intermediate_size=c.hidden_dim, num_channels=c.channels, num_labels=c.n_classes,
+            intermediate_size=c.hidden_dim, num_channels=c.channels, **more,
             image_size=c.image_size, patch_size=c.patch_size,
             layer_norm_eps=c.eps, hidden_act="gelu_new" if c.gelu == "tanh" else "gelu",
         )

@@ -7,6 +7,7 @@ of the chapter, and with Transformers' model, live or recorded.
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -56,7 +57,7 @@ def make_weights(config: GPT2Config, part: str = "", seed: int = 0) -> dict[str,
     return {name.removeprefix(part): weight for name, weight in weights.items() if name.startswith(part)}
 
 
-def filled(module: nn.Module, weights: dict[str, Tensor], exercise: str) -> nn.Module:
+def filled(module: nn.Module, weights: dict[str, Tensor], exercise: str) -> Any:
     """The module with these weights, once its parameters are seen to be the contract's."""
     found = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
     expected = {name: tuple(weight.shape) for name, weight in weights.items()}
@@ -109,8 +110,8 @@ def as_hf(weights: dict[str, Tensor], prefix: str = "transformer.") -> dict[str,
     return {prefix + n: w.T.contiguous() if n.endswith(CONV1D) else w.clone() for n, w in weights.items()}
 
 
-def hf_settings(config: GPT2Config) -> dict:
-    sizes = {"vocab_size": config.vocab_size, "n_positions": config.context_len, "n_embd": config.dim}
+def hf_settings(config: GPT2Config) -> dict[str, Any]:
+    sizes: dict[str, Any] = {"vocab_size": config.vocab_size, "n_positions": config.context_len, "n_embd": config.dim}
     sizes |= {"n_layer": config.n_layers, "n_head": config.n_heads, "layer_norm_epsilon": config.norm_eps}
     return sizes | {"model_type": "gpt2", "activation_function": "gelu_new", "n_inner": None}
 
@@ -118,7 +119,7 @@ def hf_settings(config: GPT2Config) -> dict:
 def hf_model(config: GPT2Config, weights: dict[str, Tensor]):
     import transformers
 
-    ends = {"bos_token_id": 0, "eos_token_id": 0}
+    ends: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 0}
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**hf_settings(config), **ends)).eval()
     missing, unexpected = model.load_state_dict(as_hf(weights), strict=False)
     assert set(missing) <= {"lm_head.weight"}
@@ -265,7 +266,7 @@ def test_gelu_tanh_has_a_gradient_far_out(dtype):
 # ---- CausalSelfAttention ---------------------------------------------------------------------------------------------
 
 
-def make_attention(config: GPT2Config, seed: int = 0) -> tuple[nn.Module, dict[str, Tensor]]:
+def make_attention(config: GPT2Config, seed: int = 0) -> tuple[Any, dict[str, Tensor]]:
     weights = make_weights(config, "h.0.attn.", seed)
     return filled(gpt2.CausalSelfAttention(config), weights, "ex-gpt2-causalselfattention"), weights
 
@@ -416,7 +417,7 @@ def spreads(module: nn.Module) -> dict[str, float]:
     return {name: p.std().item() for name, p in module.named_parameters() if p.dim() == 2}
 
 
-def started(n_layers: int) -> tuple[nn.Module, dict[str, float]]:
+def started(n_layers: int) -> tuple[Any, dict[str, float]]:
     """A part after init_weights, and an answer without the random numbers: log2 of each spread, in halves."""
     torch.manual_seed(0)
     module = Part()
@@ -488,7 +489,7 @@ def test_pad_vocab_of_all_small_sizes():
 # ---- GPT2 ------------------------------------------------------------------------------------------------------------
 
 
-def make_model(config: GPT2Config, seed: int = 0) -> tuple[nn.Module, dict[str, Tensor]]:
+def make_model(config: GPT2Config, seed: int = 0) -> tuple[Any, dict[str, Tensor]]:
     weights = make_weights(config, seed=seed)
     return filled(gpt2.GPT2(config), weights, "ex-gpt2-gpt2"), weights
 

@@ -12,6 +12,7 @@ import sys
 import weakref
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -145,6 +146,11 @@ SETTINGS = [
 ]
 
 
+def numpy_state() -> list[int]:
+    """The state of NumPy's global generator."""
+    return np.random.get_state(legacy=False)["state"]["key"].tolist()
+
+
 def two_copies(*shapes, dtype=torch.float32, seed=0) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     values = [randn(*shape, seed=seed + i, dtype=dtype) for i, shape in enumerate(shapes)]
     return [nn.Parameter(v.clone()) for v in values], [nn.Parameter(v.clone()) for v in values]
@@ -229,7 +235,7 @@ def test_AdamW_by_hand():
             update = m[i] / (1 - 0.5**step) / (math.sqrt(v[i] / (1 - 0.75**step)) + 0.25)
             after.append(expected[-1][i] * (1 - 0.1 * 0.5) - 0.1 * update)
         expected.append(after)
-    settings = {"lr": 0.1, "betas": (0.5, 0.75), "eps": 0.25, "weight_decay": 0.5}
+    settings: dict[str, Any] = {"lr": 0.1, "betas": (0.5, 0.75), "eps": 0.25, "weight_decay": 0.5}
     expect_steps([2.0, -1.0], gradients, expected[1:], f"{CORRECTED} and eq-training-4", **settings)
 
 
@@ -281,7 +287,8 @@ def test_AdamW_is_an_optimizer_with_groups():
     )
     pairs = []
     for kind, (weight, bias) in ((training.AdamW, mine), (torch.optim.AdamW, theirs)):
-        optimizer = kind([{"params": [weight], "lr": 0.1, "weight_decay": 0.5}, {"params": iter([bias])}], lr=0.01)
+        groups: list[Any] = [{"params": [weight], "lr": 0.1, "weight_decay": 0.5}, {"params": iter([bias])}]
+        optimizer = kind(groups, lr=0.01)
         pairs.append((optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)))
     for step in range(5):
         set_gradients(mine, theirs, step)
@@ -341,7 +348,7 @@ def test_AdamW_state_goes_on_elsewhere(first, second):
     )
     kinds = {"ours": lambda *a, **k: training.AdamW(*a, **k), "PyTorch's": torch.optim.AdamW}
     mine, theirs = two_copies((2, 3), (3,))
-    settings = {"lr": 0.1, "betas": (0.8, 0.9), "weight_decay": 0.2}
+    settings: dict[str, Any] = {"lr": 0.1, "betas": (0.8, 0.9), "weight_decay": 0.2}
     a, b = kinds[first](mine, **settings), torch.optim.AdamW(theirs, **settings)
     for step in range(6):
         if step == 3:
@@ -666,7 +673,7 @@ def test_TokenBatches_uses_every_window_once_an_epoch(n_tokens, batch, length, w
         training.TokenBatches(list(range(n_tokens)), batch, length, r, world_size, seed) for r in range(world_size)
     ]
     expect_equal(ranks[0].n_windows, n, name="n_windows", read=BATCHES)
-    given = []
+    given: list[Any] = []
     while len(given) < 3 * n:
         for one in ranks:
             given += firsts(one, 1)
@@ -696,7 +703,7 @@ def test_TokenBatches_shuffles_anew_each_epoch():
 
 def test_TokenBatches_leaves_the_random_numbers_alone():
     case("seed=0, two epochs; the global generators of PyTorch and NumPy before and after")
-    torch_before, numpy_before = torch.get_rng_state(), np.random.get_state()[1].tolist()
+    torch_before, numpy_before = torch.get_rng_state(), numpy_state()
     torch.manual_seed(0)
     one = firsts(training.TokenBatches(range(20), 1, 1, seed=0), 40)
     state = torch.get_rng_state()
@@ -706,9 +713,9 @@ def test_TokenBatches_leaves_the_random_numbers_alone():
     np.random.seed(1)
     expect_equal(firsts(training.TokenBatches(range(20), 1, 1, seed=0), 40), one, name="first tokens", read=BATCHES)
     np.random.seed(2)
-    numpy_before = np.random.get_state()[1].tolist()
+    numpy_before = numpy_state()
     firsts(training.TokenBatches(range(20), 1, 1, seed=0), 40)
-    same = np.random.get_state()[1].tolist() == numpy_before
+    same = numpy_state() == numpy_before
     expect_true(same, "NumPy's global random numbers were used", read=BATCHES)
     torch.set_rng_state(torch_before)
 
@@ -1007,7 +1014,10 @@ class Run:
         random.seed(seed)
         np.random.seed(seed)
         self.model = nn.Sequential(nn.Linear(3, 5), nn.Dropout(0.5), nn.Linear(5, 2))
-        groups = [{"params": list(self.model[0].parameters())}, {"params": list(self.model[2].parameters()), "lr": 0.1}]
+        groups: list[Any] = [
+            {"params": list(self.model[0].parameters())},
+            {"params": list(self.model[2].parameters()), "lr": 0.1},
+        ]
         self.optimizer = torch.optim.AdamW(groups, lr=0.05)
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.5)
         self.step = 0
@@ -1113,9 +1123,9 @@ def test_save_checkpoint_changes_nothing():
     case("weights, and the random numbers of PyTorch, Python and NumPy, before and after")
     run = Run()
     run.train(2)
-    before = (run.weights(), torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist())
+    before = (run.weights(), torch.get_rng_state(), random.getstate(), numpy_state())
     training.save_checkpoint(io.BytesIO(), run.model, run.optimizer, 2)
-    after = (run.weights(), torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist())
+    after = (run.weights(), torch.get_rng_state(), random.getstate(), numpy_state())
     expect_close(after[0], before[0], atol=0, rtol=0, name="weights", read=SAVE)
     same = torch.equal(after[1], before[1]) and after[2:] == before[2:]
     expect_true(same, "saving drew from the random numbers", read=SAVE)
@@ -1304,6 +1314,7 @@ def test_save_checkpoint_can_be_killed_before_each_touch_of_the_disk(tmp_path):
         alive = not in_a_child_that_dies(killed)
         if alive:
             break
+        step: int | str
         try:
             step = step_in(path)
         except Exception as error:
@@ -1342,6 +1353,7 @@ def test_save_checkpoint_can_be_killed_at_any_moment(tmp_path):
 
         save(path, 1)
         in_a_child_that_dies(killed)
+        step: int | str
         try:
             step = step_in(path)
         except Exception as error:

@@ -6,6 +6,7 @@ import json
 import pickle
 import time
 from collections import defaultdict
+from typing import Any
 
 import pytest
 import torch
@@ -77,7 +78,7 @@ def expected_ranges(events) -> dict[str, float]:
 
 def expected_operators(events) -> dict[str, float]:
     """Seconds of each operator without those inside it, from the trace."""
-    by_thread, own = defaultdict(list), defaultdict(float)
+    by_thread, own = defaultdict(list), defaultdict[str, float](float)
     for event in events:
         if event.get("cat") == "cpu_op":
             by_thread[event["tid"]].append(event)
@@ -123,7 +124,8 @@ def played_on_the_host() -> EventList:
 
 def played_on_a_device() -> EventList:
     """A step on a CUDA device: rows of the host and of the device."""
-    ours, device = {"is_user_annotation": True}, {"thread": 7, "device_type": DeviceType.CUDA}
+    ours: dict[str, Any] = {"is_user_annotation": True}
+    device: dict[str, Any] = {"thread": 7, "device_type": DeviceType.CUDA}
     rows = []
     for start in (0, 200):  # forward and backward are opened twice
         rows += [("forward", start, start + 40, ours), ("aten::linear", start + 5, start + 35, {})]
@@ -461,7 +463,7 @@ def test_memory_timeline_agrees_with_the_allocator(tmp_path):
 @pytest.mark.parametrize("fails", [False, True], ids=["", "error"])
 def test_memory_timeline_on_cuda_asks_the_allocator(tmp_path, monkeypatch, fails):
     case("a CUDA device (simulated by the test)" + (", and the block raises" if fails else ""))
-    asked = []
+    asked: list[Any] = []
 
     def record(enabled="all", **settings):
         asked.append(("record", enabled, settings.get("max_entries")))

@@ -6,6 +6,7 @@ import statistics
 import time
 import weakref
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -343,8 +344,16 @@ def test_training_flops_per_token_of_transformers():
     def count():
         import transformers
 
-        sizes = {"vocab_size": 101, "n_positions": 9, "n_embd": 24, "n_layer": 3, "n_head": 2, "n_inner": None}
-        settings = transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0, attn_implementation="eager")
+        sizes: dict[str, Any] = {
+            "vocab_size": 101,
+            "n_positions": 9,
+            "n_embd": 24,
+            "n_layer": 3,
+            "n_head": 2,
+            "n_inner": None,
+            "attn_implementation": "eager",
+        }
+        settings = transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)
         model, tokens = transformers.GPT2LMHeadModel(settings), torch.zeros(2, 9, dtype=torch.long)
         total = counted_flops(lambda: model(tokens, labels=tokens).loss.backward())
         return torch.tensor([total / 18], dtype=torch.float64)
@@ -389,7 +398,13 @@ def test_vit_training_flops_per_image_of_transformers():
     def count():
         import transformers
 
-        sizes = {"image_size": 12, "patch_size": 4, "hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2}
+        sizes: dict[str, Any] = {
+            "image_size": 12,
+            "patch_size": 4,
+            "hidden_size": 24,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 2,
+        }
         sizes |= {"intermediate_size": 40, "num_labels": 7, "attn_implementation": "eager"}
         model = transformers.ViTForImageClassification(transformers.ViTConfig(**sizes))
         total = counted_flops(lambda: model(torch.zeros(2, 3, 12, 12)).logits.sum().backward())

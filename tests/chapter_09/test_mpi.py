@@ -74,7 +74,7 @@ def test_scatter_scale_average_leaves_its_values(ranks):
 
 
 def test_scatter_scale_average_of_the_wrong_number_of_values(ranks):
-    lists = [1.5] * 2, [1.5] * 17, []
+    lists: tuple[list[float], ...] = [1.5] * 2, [1.5] * 17, []
     case("3 ranks; 2 values, then 17, then none: a ValueError on every rank, and no rank waits for ever")
     result = ranks(programs.scattered_wrongly, lists, n_ranks=3, backend="mpi")
     for rank, texts in enumerate(result.values):

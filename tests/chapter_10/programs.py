@@ -1,6 +1,7 @@
 """What the tests of this chapter run on each rank: small models, and steps of training with the graded wrappers."""
 
 import contextlib
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -71,7 +72,7 @@ def items(n: int, seed: int = 0, width: int = 5) -> Tensor:
     return torch.randn(n, width, generator=torch.Generator().manual_seed(seed))
 
 
-def wrap(kind: str | float, module: nn.Module) -> nn.Module:
+def wrap(kind: str | float, module: nn.Module) -> Any:
     """``"overlap"``, ``"torch"`` for PyTorch's own, or a bucket's size in MB."""
     if kind == "overlap":
         return ddp.OverlapDDP(module)
@@ -80,7 +81,7 @@ def wrap(kind: str | float, module: nn.Module) -> nn.Module:
     return ddp.BucketedDDP(module, kind)
 
 
-def finish(model: nn.Module) -> None:
+def finish(model: Any) -> None:
     if not isinstance(model, DistributedDataParallel):
         model.finish_gradient_synchronization()
 
@@ -135,7 +136,8 @@ def send_expanded(rank, world_size):
     module = nn.Module()
     module.register_buffer("rows", torch.arange(2.0 * rank, 2.0 * rank + 2).expand(3, 2))
     ddp.broadcast_parameters(module)
-    return module.rows, module.rows.stride()
+    rows = module.get_buffer("rows")
+    return rows, rows.stride()
 
 
 def send_in_a_group(rank, world_size):

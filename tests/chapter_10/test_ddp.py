@@ -5,6 +5,7 @@ The tests grade the ledger of collectives, not only the numbers.
 """
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -28,7 +29,10 @@ SMALL_MB = 200 / 2**20  # a bucket of 200 bytes
 
 
 def sampled(n: int, rank: int, world_size: int, epoch=0, seed=0, shuffle=True, drop_last=False) -> list[int]:
-    sampler = DistributedSampler(range(n), world_size, rank, shuffle=shuffle, seed=seed, drop_last=drop_last)
+    items: Any = range(n)  # of which only the length counts
+    sampler: DistributedSampler[Any] = DistributedSampler(
+        items, world_size, rank, shuffle=shuffle, seed=seed, drop_last=drop_last
+    )
     sampler.set_epoch(epoch)
     return list(sampler)
 

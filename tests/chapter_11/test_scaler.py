@@ -103,7 +103,8 @@ def test_GradScaler_equals_torchs_step_for_step(seed):
             gradients[step % 3].view(-1)[0] = [torch.inf, torch.nan, -torch.inf][step % 3]
         for scaler, weights, optimizer in both:
             optimizer.zero_grad()
-            scaler.scale(sum((w * g).sum() for w, g in zip(weights, gradients, strict=True))).backward()
+            losses = [(w * g).sum() for w, g in zip(weights, gradients, strict=True)]
+            scaler.scale(sum(losses, torch.zeros(()))).backward()
             scaler.step(optimizer)
             scaler.update()
         (ours, mine, _), (theirs, other, _) = both

@@ -10,6 +10,7 @@ import math
 import tempfile
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -495,8 +496,8 @@ def scattered(rank, world_size):
         elsewhere(),
     ):
         shares = fsdp.reduce_scatter_gradients(module, groups[rank % 2])
-    expected = cut(torch.tensor([1.0, 2.0, 3.0]) * (2.0 + rank % 2), rank // 2, 2)
-    expect_close(shares["a"], expected, name="shares['a']", answer=shares, read=ZERO2)
+    share = cut(torch.tensor([1.0, 2.0, 3.0]) * (2.0 + rank % 2), rank // 2, 2)
+    expect_close(shares["a"], share, name="shares['a']", answer=shares, read=ZERO2)
     case("40,000 in float16 on each of 4 ranks: their sum is beyond float16, their mean is not")
     layer = nn.Linear(1, 4, bias=False, dtype=torch.float16)
     layer.weight.grad = torch.full((4, 1), 40_000.0, dtype=torch.float16)
@@ -822,7 +823,7 @@ def fully_equal(rank, world_size):
     )
 
     def frozen():
-        model = Net(n_blocks=4)
+        model: Any = Net(n_blocks=4)
         model.blocks[1].requires_grad_(False)
         model.blocks[2][0].weight.requires_grad_(False)
         return model
@@ -894,8 +895,8 @@ def fully_interrupted(rank, world_size):
     expect_equal(out.dtype, torch.bfloat16, name="dtype of the output", read=ZERO3)
     out.float().square().mean().backward()
     wrapped.finish_gradient_synchronization()
-    found = {p.dtype for p in wrapped.parameters()} | {p.grad.dtype for p in wrapped.parameters()}
-    expect_equal(found, {torch.float32}, name="dtypes of shards and gradients", read=ZERO3)
+    dtypes = {p.dtype for p in wrapped.parameters()} | {p.grad.dtype for p in wrapped.parameters()}
+    expect_equal(dtypes, {torch.float32}, name="dtypes of shards and gradients", read=ZERO3)
 
 
 def gradients_of(wrapped, x: Tensor) -> list[Tensor]:
@@ -952,7 +953,7 @@ class RootedChain(Chain):
         super().__init__()
         self.scale = nn.Parameter(torch.ones(3))
 
-    def forward(self, x, order):
+    def forward(self, x, order=(0, 1, 2, 3)):
         return super().forward(x * self.scale.sum(), order)
 
 
@@ -961,7 +962,8 @@ def fully_out_of_order(rank, world_size):
         f"{world_size} ranks, a chain of four units and a root's parameter, run as 2, 3, 4, 1: unit 1 is the first "
         "in backward"
     )
-    order, log, alone = (1, 2, 3, 0), {}, RootedChain()
+    alone: Any = RootedChain()
+    order, log = (1, 2, 3, 0), {}
     wrapped = fsdp.FullySharded(RootedChain())
     for block, other in zip(wrapped.module.blocks, alone.blocks, strict=True):
         block.look, other.look = (lambda moment: log.update({moment: whole_units(wrapped)})), alone.look
@@ -1027,13 +1029,14 @@ def fully_without_a_head(rank, world_size):
 
 def fully_in_two_parts(rank, world_size):
     case(f"three units on {world_size} ranks, each of two flat shards: the weight is trained, the bias frozen")
-    model = nn.Sequential(nn.ModuleList(nn.Linear(3, 3) for _ in range(3)))
-    model.forward = lambda x: model[0][2](model[0][1](model[0][0](x)))
-    for block in model[0]:
+    layers = [nn.Linear(3, 3) for _ in range(3)]
+    model = nn.Sequential(nn.ModuleList(layers))
+    model.forward = lambda x: layers[2](layers[1](layers[0](x)))
+    for block in layers:
         block.bias.requires_grad_(False)
     wrapped, begun = fsdp.FullySharded(model), []
     with Calls(GATHER, lambda: None) as calls:
-        for block in model[0]:
+        for block in layers:
             block.register_forward_pre_hook(lambda *_: begun.append(len(calls.seen)))
         wrapped(torch.ones(2, 3)).sum().backward()
         wrapped.finish_gradient_synchronization()
@@ -1162,7 +1165,8 @@ def beside_fully_shard(rank, world_size):
 
     for dtype, atol in ((None, 1e-5), (torch.bfloat16, 2e-2)):
         case(f"ours beside fully_shard, param_dtype={dtype}, {world_size} ranks, the gradients of one step")
-        theirs, ours = Net(), fsdp.FullySharded(Net(), param_dtype=dtype)
+        theirs: Any = Net()
+        ours = fsdp.FullySharded(Net(), param_dtype=dtype)
         for part in (*theirs.blocks, theirs):
             fully_shard(part, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
         x = inputs_of(2, rank)
@@ -1283,7 +1287,7 @@ def applied(rank, world_size):
     from torch.distributed.tensor import DTensor, Shard
 
     case(f"{world_size} ranks, three blocks and the root, bfloat16")
-    model = Net()
+    model: Any = Net()
     read = "the contract of ex-fsdp-apply-fully-shard"
     with explained("Invariant encountered", ROOT_FIRST, read):
         out = fsdp.apply_fully_shard(model, init_device_mesh("cpu", (world_size,)), torch.bfloat16)
@@ -1454,7 +1458,7 @@ def test_save_sharded_refuses_flat_shards():
     from lib.given.parallel.sharding import HookedUnits
 
     case("a model that is another `HookedUnits` than your `FullySharded`, in flat shards all the same")
-    model = HookedUnits.__new__(type("OtherUnits", (HookedUnits,), {}))
+    model: HookedUnits = HookedUnits.__new__(type("OtherUnits", (HookedUnits,), {}))
     nn.Module.__init__(model)
     read = "the contract: any `HookedUnits` is refused"
     with tempfile.TemporaryDirectory() as folder, expect_raises(ValueError, "gather_full_params", read=read):

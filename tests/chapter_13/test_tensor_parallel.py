@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -726,8 +727,8 @@ def plan_on_ranks(rank, world_size, n_kv_heads):
         "a plan`"
     )
     torch.manual_seed(0)
-    whole = Llama(config)
-    model = parallelize_module(copy.deepcopy(whole), init_device_mesh("cpu", (world_size,)), tp.llama_plan(config))
+    whole: Any = Llama(config)
+    model: Any = parallelize_module(copy.deepcopy(whole), init_device_mesh("cpu", (world_size,)), tp.llama_plan(config))
     tokens = torch.randint(30, (2, 7), generator=torch.Generator().manual_seed(1))
     both = f"4 heads, {n_kv_heads} of keys and values, on {world_size} ranks"
     case(f"{both}: the embedding by itself, tokens [2, 7] in and [2, 7, 32] out, whole on every rank")

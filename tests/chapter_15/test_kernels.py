@@ -446,7 +446,7 @@ def test_flash_attention_by_descriptors(width, is_causal, dtype):
     heads = 2 if DEVICE == "cuda" else 1  # the interpreter is slow, and width 32 has heads enough
     shapes = (1, heads, 128, width), (1, 1, 256 if DEVICE == "cuda" or (width == 64 and is_causal) else 128, width)
     shapes = ((2, 4, 32, 32), (2, 2, 64, 32)) if width == 32 else shapes
-    (q, k, v, do), r = prepared(*shapes, is_causal, dtype)
+    (q, k, v, do), r = prepared(*shapes, is_causal=is_causal, dtype=dtype)
     flash.flash_attention(q, k, v, is_causal)  # on a GPU it takes the way that is graded here
     expect_as_exact(by_autograd(q, k, v, do, is_causal), r, dtype)
     if has_roles(q):  # the kernels that larger inputs get

@@ -273,7 +273,7 @@ def test_FlashAttentionTorch_rounds_once(dtype):
 @pytest.mark.parametrize("shapes", SHAPES, ids=str)
 def test_flash_backward_is_the_gradient(shapes, is_causal):
     case(described(shapes, is_causal, "float64"))
-    q, k, v, do = make_inputs(*shapes, torch.float64)
+    q, k, v, do = make_inputs(*shapes, dtype=torch.float64)
     r = exact(q, k, v, do, is_causal)
     got = flash.flash_backward(q, k, v, r["o"], do, r["lse"], is_causal)
     expect_close(
@@ -430,7 +430,7 @@ def test_flash_attention_under_autocast():
         o = flash.flash_attention(q, k, v, True)
     half = [x.bfloat16() for x in (q, k, v)]
     contract = "the contract: under autocast the inputs are cast to its dtype first, except float64"
-    expect_close(o, exact(*half, do, True)["o"].bfloat16(), atol=0.02, rtol=0.02, read=contract)
+    expect_close(o, exact(half[0], half[1], half[2], do, True)["o"].bfloat16(), atol=0.02, rtol=0.02, read=contract)
     case("bfloat16 autocast on the CPU, float64 inputs")
     q, k, v, do = make_inputs((1, 1, 40, 16), (1, 1, 40, 16), torch.float64)
     with torch.autocast("cpu", torch.bfloat16):
@@ -445,7 +445,7 @@ def test_flash_attention_under_autocast():
 @pytest.mark.parametrize("shapes", [((4, 2, 4, 16), (4, 2, 4, 16)), ((1, 2, 21, 4), (1, 1, 18, 4))], ids=str)
 def test_flash_attention_takes_a_batch_of_gradients(shapes):
     """As PyTorch's own tests of attention do: their gradcheck maps the backward pass over a batch of gradients."""
-    leaves = [x.requires_grad_() for x in make_inputs(*shapes, torch.float64)[:3]]
+    leaves = [x.requires_grad_() for x in make_inputs(*shapes, dtype=torch.float64)[:3]]
     attend = flash.flash_attention
     assert torch.autograd.gradcheck(lambda *x: attend(*x, True), leaves, fast_mode=True, check_batched_grad=True)
 
@@ -470,9 +470,9 @@ def test_flash_attention_on_a_gpu_is_as_exact_as_the_flash_backend():
         r = exact(q, k, v, do, is_causal)
         gaps = []
         for attend in (flash.flash_attention, F.scaled_dot_product_attention):
-            leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+            leaves = a, b, c = [x.detach().requires_grad_() for x in (q, k, v)]
             with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-                o = attend(*leaves, is_causal=is_causal)
+                o = attend(a, b, c, is_causal=is_causal)
             got = (o.detach(), *torch.autograd.grad(o, leaves, do))
             gaps.append(
                 [

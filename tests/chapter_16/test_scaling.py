@@ -410,7 +410,9 @@ def test_layout_costs_of_each_axis_alone():
             degrees = {"data": 1, "sharded": 1, "tensor": 1, "pipeline": 1} | {axis: n}
             case(f"C=6, F=24, L=12, {n} {axis}, 4 devices a host (100 bytes a second inside, 10 outside), 96 tokens")
             found = scaling.layout_costs(MODEL, Layout(**degrees), LINKS, 96, 1e4)
-            expected = predicted(MODEL, *degrees.values(), LINKS, 96, 1e4)
+            expected = predicted(
+                MODEL, degrees["data"], degrees["sharded"], degrees["tensor"], degrees["pipeline"], LINKS, 96, 1e4
+            )
             expect_costs(found, expected)
 
 
@@ -436,7 +438,10 @@ def all_layouts(config, n):
 
 
 def expect_best(found, config, n, size, links, rows, peak):
-    costs = {it: predicted(config, *it, Bandwidths.of(links), rows * n, peak) for it in all_layouts(config, n)}
+    costs = {
+        it: predicted(config, *it, links=Bandwidths.of(links), tokens=rows * n, peak=peak)
+        for it in all_layouts(config, n)
+    }
     fitting = {it: c for it, c in costs.items() if c["memory"] <= size}
     expect_true(isinstance(found, Plan), f"expected a Plan, got a {type(found).__name__}", answer=found)
     degrees = (found.data, found.sharded, found.tensor, found.pipeline)
@@ -462,11 +467,11 @@ def expect_best(found, config, n, size, links, rows, peak):
         answer=found,
     )
     best = min(c["step"] for c in costs.values())
-    fastest = {it: c["memory"] for it, c in costs.items() if c["step"] <= best * (1 + 1e-9)}
-    if not fastest.keys() & fitting.keys():
+    quickest = {it: c["memory"] for it, c in costs.items() if c["step"] <= best * (1 + 1e-9)}
+    if not quickest.keys() & fitting.keys():
         said = bytes_in("; ".join(found.reasons))
         problem = "a faster layout does not fit, and no sentence of reasons says how much memory it needs"
-        expect_true(any(_near(a, b) for a in said for b in fastest.values()), problem, answer=found, read=PLAN)
+        expect_true(any(_near(a, b) for a in said for b in quickest.values()), problem, answer=found, read=PLAN)
 
 
 def _near(found: float, size: float) -> bool:
@@ -481,7 +486,7 @@ def test_plan_is_the_best_of_all(n, size, peak):
         f"C=6, F=24, L=12 on {n} devices of {size} bytes and {peak:g} operations a second, 4 a host, 16 tokens a device"
     )
     options = {"tokens_per_device": 16, "peak_flops": peak}
-    needs = [predicted(MODEL, *it, LINKS, 16 * n, peak)["memory"] for it in all_layouts(MODEL, n)]
+    needs = [predicted(MODEL, *it, links=LINKS, tokens=16 * n, peak=peak)["memory"] for it in all_layouts(MODEL, n)]
     if min(needs) > size:
         with expect_refusal(memory_bytes=size, the_least_needed=min(needs)):
             scaling.plan(MODEL, n, size, LINKS, **options)
@@ -505,7 +510,7 @@ def test_plan_on_one_kind_of_link():
 
 def test_plan_uses_exactly_the_memory_there_is():
     case("C=6, F=24, L=12 on 4 devices: the least that any layout needs, and one byte less")
-    least = min(predicted(MODEL, *it, LINKS, 64, 1e4)["memory"] for it in all_layouts(MODEL, 4))
+    least = min(predicted(MODEL, *it, links=LINKS, tokens=64, peak=1e4)["memory"] for it in all_layouts(MODEL, 4))
     options = {"tokens_per_device": 16, "peak_flops": 1e4}
     expect_best(scaling.plan(MODEL, 4, least, LINKS, **options), MODEL, 4, least, LINKS, 16, 1e4)
     with expect_refusal(memory_bytes=least - 1, the_least_needed=least):
@@ -528,7 +533,7 @@ def test_plan_refuses():
             scaling.plan(MODEL, n_devices, 511, LINKS)
     case("XXL on 32 devices of 95e9 bytes: its states alone are 110e9 on each")
     least = min(
-        predicted(GIVEN_XXL, *it, Bandwidths(450e9, 50e9), 32 * 1024, 989e12)["memory"]
+        predicted(GIVEN_XXL, *it, links=Bandwidths(450e9, 50e9), tokens=32 * 1024, peak=989e12)["memory"]
         for it in all_layouts(GIVEN_XXL, 32)
     )
     with expect_refusal(memory_bytes=95e9, the_least_needed=least):

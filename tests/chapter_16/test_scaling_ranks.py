@@ -3,6 +3,7 @@ round.
 """
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -100,7 +101,7 @@ def sgd(parameters):
 
 def test_local_sgd_step_by_hand():
     case("w=1, inputs 1 and 2 at inner lr 0.1, outer lr 0.5, momentum 0.8: g=0.3, v=0.3, step 0.5 (0.3 + 0.24)")
-    model, state = Line(), {}
+    model, state = Line(), dict[str, Any]()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batches = [(torch.tensor([x]),) for x in (1.0, 2.0)]
     scaling.local_sgd_step(model, state, optimizer, batches, 0.5, 0.8)
@@ -127,7 +128,7 @@ def test_local_sgd_step_gives_the_mean_loss():
 
 def test_local_sgd_step_without_batches():
     case("w=1, a round of no batch, then of one, then of none: the momentum goes on")
-    model, state = Line(), {}
+    model, state = Line(), dict[str, Any]()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loss = scaling.local_sgd_step(model, state, optimizer, [], 1.0, 0.5)
     expect_true(bool(torch.as_tensor(loss).isnan()), "the mean of no loss is nan", answer=[loss], read=ROUND)
@@ -141,7 +142,7 @@ def test_local_sgd_step_without_batches():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_local_sgd_step_keeps_dtypes_and_storages(dtype):
     case(f"a model in {dtype} with a frozen layer, a shared layer and a buffer; AdamW inside, two rounds")
-    model, state = Net(dtype), {}
+    model, state = Net(dtype), dict[str, Any]()
     optimizer = adamw(model.parameters())
     before = {name: (value.dtype, value.data_ptr()) for name, value in model.state_dict(keep_vars=True).items()}
     fixed = model.fixed.weight.clone()
@@ -165,7 +166,7 @@ def test_local_sgd_step_keeps_dtypes_and_storages(dtype):
 
 def test_local_sgd_step_of_a_transposed_parameter():
     case("a parameter [2, 3] whose memory is transposed, gradient 1 at inner lr 0.1, outer lr 1, no momentum")
-    model, state = nn.Module(), {}
+    model, state = nn.Module(), dict[str, Any]()
     model.weight = nn.Parameter(torch.arange(6.0).view(3, 2).t())  # rows 0 2 4 and 1 3 5
     model.forward = lambda x: (model.weight * x).sum()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -177,7 +178,7 @@ def test_local_sgd_step_of_a_transposed_parameter():
 
 def test_local_sgd_step_begins_at_the_global_parameters():
     case("w=1; after a round somebody writes 5 into the weight: the next round begins at outer_state's")
-    model, state = Line(), {}
+    model, state = Line(), dict[str, Any]()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaling.local_sgd_step(model, state, optimizer, [(torch.ones(1),)], 1.0, 0.0)
     with torch.no_grad():
@@ -193,7 +194,8 @@ STEPS = [[2, 1, 3, 2], [1, 2, 0, 1], [2, 2, 1, 3]]
 
 def rounds(rank: int, world_size: int) -> dict:
     """Three rounds of AdamW; then one round of one SGD step; then a round of a group of ranks 1 and 3 alone."""
-    model, state, found = Net(), {}, {}
+    found: dict[str, Any] = {}
+    model, state = Net(), dict[str, Any]()
     optimizer = adamw(model.parameters())
     for turn, counts in enumerate(STEPS):
         milestone(f"round {turn}")
@@ -204,12 +206,12 @@ def rounds(rank: int, world_size: int) -> dict:
     scaling.local_sgd_step(model, {}, sgd(model.parameters()), data(rank, 0, 1), 1.0, 0.0)
     found["one step"] = values_of(model)
     milestone("in a group")
-    model = Line()
+    line = Line()
     group = dist.new_group([1, 3])
     if rank in (1, 3):
-        inner = torch.optim.SGD(model.parameters(), lr=0.1)
-        scaling.local_sgd_step(model, {}, inner, [(torch.tensor([float(rank)]),)], 1.0, 0.0, group=group)
-    found["in a group"] = model.weight.detach().clone()
+        inner = torch.optim.SGD(line.parameters(), lr=0.1)
+        scaling.local_sgd_step(line, {}, inner, [(torch.tensor([float(rank)]),)], 1.0, 0.0, group=group)
+    found["in a group"] = line.weight.detach().clone()
     milestone("end")
     return found
 

@@ -227,7 +227,7 @@ def in_subgroups(rank, n_ranks) -> None:
     copied = copy.deepcopy(whole)
     inputs, targets = batches(3)
     expected, grads = one_process(whole, inputs, targets)
-    stage = Stage(copied[at], at, 2, group)
+    stage: Any = Stage(copied[at], at, 2, group)
     for given, how in ((group, "given to run_schedule"), (None, "known from the stages only")):
         case(f"two groups of ranks, (0, 2) and (1, 3), each a pipeline of its own, {how}; rank {rank}")
         stage.module.zero_grad()
@@ -252,7 +252,7 @@ def ignored_targets(rank, n_ranks) -> None:
     targets[0][1:, :], targets[0][0, 0] = -100, -100
     targets[2][:] = -100
     expected, grads = one_process(whole, inputs, targets)
-    stage = Stage(mine[rank], rank, 2)
+    stage: Any = Stage(mine[rank], rank, 2)
     loss = pipeline.run_schedule([stage], plan("1F1B", rank, 2, 4), inputs, targets, word_loss)
     if rank == 1:
         expect_close(loss, expected, name="the loss", read="the contract, under Returns")
@@ -274,7 +274,7 @@ def float_targets(rank, n_ranks) -> None:
     ]
     whole, mine = nn.Sequential(*copy.deepcopy(parts)), parts[rank]
     inputs, targets = [torch.randn(n, 4) for n in (1, 4, 2)], [torch.randn(n, 1) for n in (1, 4, 2)]
-    stage = Stage(mine, rank, 3)
+    stage: Any = Stage(mine, rank, 3)
     for _ in range(2):
         loss = pipeline.run_schedule([stage], plan("1F1B", rank, 3, 3), inputs, targets, functional.mse_loss)
         expected = functional.mse_loss(whole(torch.cat(inputs)), torch.cat(targets))
@@ -296,7 +296,7 @@ def shared_table(rank, n_ranks) -> None:
     case(f"3 ranks, 1F1B, 4 micro-batches; the table of words is also the last layer; rank {rank}")
 
     class Head(nn.Module):
-        def __init__(self, table: nn.Embedding):
+        def __init__(self, table: Any):
             super().__init__()
             self.table = table
 

@@ -8,6 +8,7 @@ import copy
 import math
 from contextlib import contextmanager
 from itertools import accumulate
+from typing import Any
 
 import pytest
 import torch
@@ -35,7 +36,7 @@ PAIR, BLOCK, ULYSSES, MERGE, RING, ZIGZAG, BACK, RING_BYTES, ULYSSES_BYTES, HIDD
 RAISES = "the contract, under Raises"
 GATHER = ("all_gather_into_tensor", "all_gather_single", "all_gather")
 SCATTER = ("reduce_scatter_tensor", "reduce_scatter_single", "reduce_scatter")
-FLOAT64 = {"atol": 1e-10, "rtol": 1e-10}
+FLOAT64: dict[str, Any] = {"atol": 1e-10, "rtol": 1e-10}
 
 
 def counts(ledger) -> dict[str, int]:
@@ -83,7 +84,7 @@ def gather_on_ranks(rank, world_size):
         expect_close(out, torch.cat(shares, dim), read=PAIR)
         upstream = [randn(*out.shape, seed=10 + r, dtype=torch.float64) for r in range(4)]
         out.backward(upstream[rank])
-        expect_close(x.grad, sum(upstream).chunk(4, dim)[rank], name="x's gradient", read=PAIR)
+        expect_close(x.grad, sum(upstream, torch.zeros(())).chunk(4, dim)[rank], name="x's gradient", read=PAIR)
         expect_close(x.detach(), before, name="x afterwards")
     case("shares of 3, 2, 2 and 2 positions on four ranks")
     with expect_raises(ValueError, "3 + 2 + 2 + 2", "4 x 2 + 1", read=RAISES):
@@ -116,7 +117,7 @@ def scatter_on_ranks(rank, world_size):
         parts = [randn(12, 4, 8, seed=r, dtype=torch.float64).permute(2, 1, 0) for r in range(4)]
         before, mine = parts[rank].clone(), parts[rank].detach().requires_grad_()
         out = cp.ScatterSequence.apply(mine, dim, None)
-        expect_close(out, sum(parts).chunk(4, dim)[rank], read=PAIR)
+        expect_close(out, sum(parts, torch.zeros(())).chunk(4, dim)[rank], read=PAIR)
         upstream = [randn(*out.shape, seed=10 + r, dtype=torch.float64) for r in range(4)]
         out.backward(upstream[rank])
         expect_close(mine.grad, torch.cat(upstream, dim), name="x's gradient", read=PAIR)
@@ -141,7 +142,7 @@ NARROW = GPT2Config(vocab_size=16, context_len=16, dim=8, n_layers=1, n_heads=4)
 
 def a_block(config: GPT2Config = NARROW) -> Block:
     """A block in float64 whose every parameter matters, and the eps of each norm, too."""
-    block = Block(config).double()
+    block: Any = Block(config).double()
     block.ln_1.eps, block.ln_2.eps = 0.1, 0.2
     with torch.no_grad():
         for i, parameter in enumerate(block.parameters()):
@@ -307,8 +308,8 @@ def whole_inputs(length: int, n_heads: int, n_kv_heads: int, dim: int, batch: in
 
 def attended(whole: list[Tensor], is_causal: bool) -> tuple[Tensor, list[Tensor]]:
     """PyTorch's output over the whole sequence, and its gradients of q, k and v."""
-    leaves = [x.clone().requires_grad_() for x in whole[:3]]
-    expected = functional.scaled_dot_product_attention(*leaves, is_causal=is_causal, enable_gqa=True)
+    q, k, v = leaves = [x.clone().requires_grad_() for x in whole[:3]]
+    expected = functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=True)
     expected.backward(whole[3])
     return expected.detach(), [x.grad for x in leaves]
 
@@ -545,7 +546,7 @@ def gather_zigzag_on_ranks(rank, world_size):
     out = cp.zigzag_gather(mine, 1, None)
     expect_true(out.requires_grad, "the result is cut off from autograd", read="the contract, under Returns")
     out.backward(upstream[rank])
-    expected = sum(upstream)[:, ZIGZAGS[4][rank]]
+    expected = sum(upstream, torch.zeros(()))[:, ZIGZAGS[4][rank]]
     expect_close(mine.grad, expected, name="x's gradient", read="the contract, under Returns")
     milestone("refusals")
     case("shares of 4, 2, 2 and 2 positions")
@@ -679,7 +680,8 @@ def ring_in_group(rank, world_size):
     expect_close(mine, before, name="q, k and v afterwards")
     case(f"groups of two ranks, T=256 H=2 D=16, bfloat16, causal, zigzag; rank {rank}")
     whole = [x.bfloat16() for x in whole_inputs(256, 2, 2, 16)]
-    expected = functional.scaled_dot_product_attention(*(x.double() for x in whole[:3]), is_causal=True)
+    q, k, v = (x.double() for x in whole[:3])
+    expected = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
     positions = positions_of(rank // 2, 128, "zigzag", 2)
     out = cp.ring_attention(*(x[:, :, positions] for x in whole[:3]), True, group, "zigzag")
     expect_close(out, expected[:, :, positions].bfloat16(), atol=2e-2, rtol=2e-2, read=RING)

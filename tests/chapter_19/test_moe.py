@@ -8,6 +8,7 @@ products with PyTorch's; the layer on ranks with the layer on one process. The l
 import copy
 import math
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -386,7 +387,7 @@ def test_grouped_matmul_and_its_gradients(counts):
     case(f"counts {counts}, c=5 f=7, float64: values, then gradients")
     inputs = randn(sum(counts), 5, dtype=torch.float64), randn(len(counts), 5, 7, seed=1, dtype=torch.float64)
     ours, theirs = ([x.clone().requires_grad_() for x in inputs] for _ in range(2))
-    answer, expected = moe.grouped_matmul(*ours, torch.tensor(counts)), by_loop(*theirs, counts)
+    answer, expected = moe.grouped_matmul(*ours, torch.tensor(counts)), by_loop(theirs[0], theirs[1], counts)
     expect_close(answer, expected, read=GROUPED)
     upstream = randn(sum(counts), 7, seed=2, dtype=torch.float64)
     expect_true(answer.requires_grad, "the result has no gradient", answer=answer, read=GRADS)
@@ -517,7 +518,7 @@ def test_grouped_matmul_on_a_gpu(dtype):
         answer.backward(upstream)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    expected = by_loop(*theirs, counts)
+    expected = by_loop(theirs[0], theirs[1], counts)
     expected.backward(upstream)
     eps = torch.finfo(dtype).eps
     for name, mine, wanted in (
@@ -572,8 +573,9 @@ def test_capacity_mask_is_transformers(room):
         f"40 tokens, k=2, 5 experts with room for {room} each: the router of Transformers' NLLB-MoE, which serves "
         "first choices first"
     )
+    more: dict[str, Any] = {"hidden_size": 5}
     config = NllbMoeConfig(
-        hidden_size=5, num_experts=5, expert_capacity=room, second_expert_policy="all", batch_prioritized_routing=False,
+        **more, num_experts=5, expert_capacity=room, second_expert_policy="all", batch_prioritized_routing=False,
         normalize_router_prob_before_dropping=True, moe_eval_capacity_token_fraction=-1.0,
     )  # fmt: skip
     logits = randn(40, 5) + torch.tensor([1.0, 0.0, 0.0, 0.0, -1.0])
@@ -669,8 +671,7 @@ def compare_layer(layer, weights, x, k, bias=None, read=LAYER):
     grads = {name: p.grad for name, p in layer.named_parameters()}
     missing = [name for name, grad in grads.items() if grad is None]
     expect_true(not missing, f"{', '.join(missing)} got no gradient", answer=out, read=read)
-    expected = {name: weights[name].grad for name in grads}
-    expect_close(grads, expected, name="gradients", atol=1e-5, rtol=1e-5, read=read)
+    expect_close(grads, {name: weights[name].grad for name in grads}, name="gradients", atol=1e-5, rtol=1e-5, read=read)
 
 
 def test_MoE_by_hand():
@@ -827,7 +828,7 @@ def test_MoE_under_autocast(n_shared):
         expect_close(parameter.grad, wanted, **loosely(wanted), name=f"gradient of {name}", read=AUTOCAST_RULE)
 
 
-def loosely(expected: Tensor) -> dict[str, float]:
+def loosely(expected: Tensor) -> dict[str, Any]:
     """Tolerances for three products in a row in bfloat16, each with eight bits."""
     return {"rtol": 0.03, "atol": 0.01 * expected.detach().abs().max().item()}
 

@@ -10,6 +10,7 @@ import inspect
 import logging
 import math
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -405,16 +406,15 @@ def test_scaled_matmul_by_hand():
 
 def factors(m: int, k: int, n: int, dtypes=(E4M3, E4M3)) -> tuple[Tensor, Tensor]:
     limits = [100 if d == INT8 else 3 for d in dtypes]
-    return tuple(
-        (s * randn(*shape, seed=i)).to(d)
-        for i, (shape, d, s) in enumerate(zip(((m, k), (k, n)), dtypes, limits, strict=True))
-    )
+    a, b = (s * randn(*shape, seed=i) for i, (shape, s) in enumerate(zip(((m, k), (k, n)), limits, strict=True)))
+    return a.to(dtypes[0]), b.to(dtypes[1])
 
 
 def scales_of(kind: str, m: int, k: int, n: int) -> tuple[Tensor, Tensor]:
     blocks = [math.ceil(size / 128) for size in (m, k, n)]
     shapes = {"one": ((), ()), "rows": ((m, 1), (1, n)), "blocks": (blocks[:2], blocks[1:])}[kind]
-    return tuple(torch.rand(shape, generator=torch.Generator().manual_seed(i)) + 0.1 for i, shape in enumerate(shapes))
+    a, b = (torch.rand(shape, generator=torch.Generator().manual_seed(i)) + 0.1 for i, shape in enumerate(shapes))
+    return a, b
 
 
 def in_full(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> Tensor:
@@ -433,7 +433,7 @@ def wide(scale: Tensor, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("sizes", [(5, 9, 7), (140, 260, 33)], ids=str)
 def test_scaled_matmul_of_each_granularity(sizes, kind, dtypes):
     case(f"m, k, n = {sizes}, {kind}, {dtypes}, float32 out")
-    a, b = factors(*sizes, dtypes)
+    a, b = factors(*sizes, dtypes=dtypes)
     scale_a, scale_b = scales_of(kind, *sizes)
     expected = in_full(a, b, scale_a, scale_b)
     answer = low.scaled_matmul(a, b, scale_a, scale_b, torch.float32)
@@ -515,7 +515,7 @@ def test_scaled_matmul_is_pytorchs(kind):
 def test_scaled_matmul_on_a_gpu(out_dtype, kind, dtypes):
     sizes = (300, 520, 136)
     case(f"m, k, n = {sizes}, {kind}, {dtypes}, {out_dtype} out, on a GPU")
-    given = [*factors(*sizes, dtypes), *scales_of(kind, *sizes)]
+    given = [*factors(*sizes, dtypes=dtypes), *scales_of(kind, *sizes)]
     expected = in_full(*given)
     answer = low.scaled_matmul(*(x.cuda() for x in given), out_dtype)
     # Hopper's tensor cores add the terms of a float8 product in fewer bits than float32 has: results in the hundreds
@@ -531,11 +531,11 @@ def test_scaled_matmul_on_a_gpu(out_dtype, kind, dtypes):
 @pytest.mark.parametrize("sizes", [(5, 9, 7), (140, 260, 33)], ids=str)
 def test_scaled_matmul_of_blocks_by_the_given_kernel(sizes, dtype):
     case(f"m, k, n = {sizes}, {dtype}: the kernel that multiplies blocks on a GPU")
-    a, b = factors(*sizes, (dtype, dtype))
+    a, b = factors(*sizes, dtypes=(dtype, dtype))
     scale_a, scale_b = scales_of("blocks", *sizes)
     on_device = [x.to(DEVICE) for x in (a, b, scale_a, scale_b)]
     with watched(PRODUCT):
-        out = launch_block_matmul(*on_device, torch.float32)
+        out = launch_block_matmul(on_device[0], on_device[1], on_device[2], on_device[3], torch.float32)
     expected = in_full(a, b, scale_a, scale_b)
     expect_close(out.cpu(), expected.float(), rtol=1e-4, atol=1e-4 * expected.abs().max().item(), read=PRODUCT)
 
@@ -706,7 +706,7 @@ def test_Float8Linear_and_its_gradients(recipe, sizes):
     flat, w, g = x.detach().reshape(-1, k), linear.weight.detach(), grad.reshape(-1, n)
     forward = rounded(flat, E4M3, recipe, 1) @ rounded(w.T, E4M3, recipe, 0)
     expected = (forward.float() + linear.bias.detach()).view(*lead, n)
-    close = {"rtol": 1e-4, "atol": 1e-3}
+    close: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-3}
     expect_close(y.detach(), expected, **close, answer=y, read=LAYER)
     y.backward(grad)
     expect_true(x.grad is not None and linear.weight.grad is not None, "a gradient is missing", answer=y, read=LAYER)

@@ -50,7 +50,7 @@ def expect_gradient(fit, read: str) -> None:
     with patch("scipy.optimize.minimize", wraps=scipy.optimize.minimize) as descend:
         fit()
     for call in descend.call_args_list[:3]:
-        given = dict(zip(("fun", "x0"), call.args, strict=False)) | call.kwargs
+        given = {**dict(zip(("fun", "x0"), call.args, strict=False)), **call.kwargs}
         if given.get("jac") is not True or "args" in given:
             continue
         objective, theta = given["fun"], np.asarray(given["x0"], dtype=np.float64) + 0.013
@@ -269,10 +269,10 @@ def test_bootstrap_is_as_wide_as_the_normal_interval(level, z):
 def test_bootstrap_is_repeated_by_its_seed():
     case("the same seed twice, then another; NumPy's global generator is left alone")
     np.random.seed(7)
-    state = np.random.get_state()[1].copy()
+    state = np.random.get_state(legacy=False)["state"]["key"].copy()
     first, again, other = (laws.bootstrap(mean_of, table(), 21, seed) for seed in (5, 5, 6))
     expect_true(
-        (np.random.get_state()[1] == state).all(),
+        (np.random.get_state(legacy=False)["state"]["key"] == state).all(),
         "NumPy's global generator was used: take np.random.default_rng(seed)",
         answer=0,
         read="ex-scaling-laws-bootstrap",
@@ -1001,9 +1001,9 @@ def test_critical_batch_size_refuses():
         with expect_raises(ValueError, str(small), str(large), read=RAISES):
             laws.critical_batch_size([1.0, 1.2], [1.0], small, large)
     case("no small norms, then no large ones")
-    for given in (([], [1.0]), ([1.0], [])):
+    for n_small, n_large in ((0, 1), (1, 0)):
         with expect_raises(ValueError, read=RAISES):
-            laws.critical_batch_size(*given, 2, 4)
+            laws.critical_batch_size([1.0] * n_small, [1.0] * n_large, 2, 4)
 
 
 def test_critical_batch_size_refuses_a_gradient_of_nothing():

@@ -3,6 +3,7 @@ weights."""
 
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -169,11 +170,12 @@ def theirs_latent(name: str) -> Tensor:
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
     o = LATENTS[name]
+    more: dict[str, Any] = {"attn_implementation": "eager"}
     config = DeepseekV3Config(
         hidden_size=o["dim"], num_attention_heads=o["n_heads"], num_key_value_heads=o["n_heads"],
         kv_lora_rank=o["kv_lora_rank"], q_lora_rank=o.get("q_lora_rank"), qk_nope_head_dim=o["qk_nope_head_dim"],
         qk_rope_head_dim=o["qk_rope_head_dim"], v_head_dim=o["v_head_dim"], num_hidden_layers=1, rope_interleave=True,
-        attn_implementation="eager",
+        **more,
     )  # fmt: skip
     layer, rope = _loaded(DeepseekV3Attention(config, 0)), rope_table(range(9), o["qk_rope_head_dim"])
     x = randn(2, 9, o["dim"], seed=3)

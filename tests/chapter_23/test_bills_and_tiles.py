@@ -215,7 +215,7 @@ def as_batch(*tensors: Tensor) -> list[Tensor]:
 def test_varlen_attention_equals_a_mask(ends, window, scale):
     case(f"h=4 g=2 d=8 dv=6, cu_seqlens {ends}, window {window}, scale {scale}")
     q, k, v = packed(ends[-1])
-    expected = attend(*as_batch(q, k, v), same_document(ends, window), scale)[0].transpose(0, 1).float()
+    expected = attend(*as_batch(q, k, v), seen=same_document(ends, window), scale=scale)[0].transpose(0, 1).float()
     expect_close(variants.varlen_attention(q, k, v, ends_of(ends), window, scale), expected, atol=1e-5, read=PACKED)
 
 
@@ -227,7 +227,7 @@ def test_varlen_attention_passes_gradients_back():
     incoming = randn(13, 4, 6, seed=5)
     out = variants.varlen_attention(*narrow, ends_of(ends), 3)
     out.backward(incoming)
-    attend(*as_batch(*wide), same_document(ends, 3))[0].transpose(0, 1).backward(incoming.double())
+    attend(*as_batch(*wide), seen=same_document(ends, 3))[0].transpose(0, 1).backward(incoming.double())
     expect_close([x.grad for x in narrow], [x.grad.float() for x in wide], atol=1e-4, name="grads", read=PACKED)
 
 
@@ -288,7 +288,7 @@ def exact_window(q, k, v, window, sinks) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("with_sinks", [False, True])
 @pytest.mark.parametrize("sizes", TILES)
 def test_flash_window_forward_is_attention(sizes, with_sinks):
-    q, k, v, sinks = tile_case(*sizes, with_sinks)
+    q, k, v, sinks = tile_case(*sizes, with_sinks=with_sinks)
     window, rows, cols = sizes[-3:]
     o, lse = variants.flash_window_forward(q, k, v, window, sinks, rows, cols)
     expected = exact_window(q, k, v, window, sinks)
@@ -367,12 +367,10 @@ def launched(*args, **kwargs):
 @pytest.mark.parametrize("with_sinks", [False, True])
 @pytest.mark.parametrize("sizes", KERNEL)
 def test_flash_window_kernel_is_attention(sizes, with_sinks):
-    q, k, v, sinks = (None if x is None else x.to(DEVICE) for x in tile_case(*sizes, with_sinks))
+    q, k, v, sinks = (None if x is None else x.to(DEVICE) for x in tile_case(*sizes, with_sinks=with_sinks))
     window, rows, cols = sizes[-3:]
     (o, lse), seen = launched(q, k, v, window, sinks, rows=rows, cols=cols)
-    expected = exact_window(
-        *(None if x is None else x.cpu() for x in (q, k, v)), window, None if sinks is None else sinks.cpu()
-    )
+    expected = exact_window(q.cpu(), k.cpu(), v.cpu(), window, None if sinks is None else sinks.cpu())
     expect_close(o.cpu(), expected[0].float(), atol=1e-5, name="o", answer=(o, lse), read=RETURNS)
     expect_close(lse.cpu(), expected[1].float(), atol=1e-5, name="lse", answer=(o, lse), read=RETURNS)
     asked = sorted({p.lower() for kind, p in seen.dots if kind == "fp32"} - {"ieee"}) if seen else []

@@ -2,6 +2,7 @@
 
 import math
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -242,7 +243,7 @@ def test_llama3_frequencies_defaults():
 
 # ---- yarn_frequencies ------------------------------------------------------------------------------------------------
 
-YARNS = {
+YARNS: dict[str, dict[str, Any]] = {
     "plain": {},
     "gpt_oss": {"truncate": False, "theta": 150_000.0, "factor": 32.0, "original_max_position_embeddings": 4096},
     "deepseek": {"mscale": 1.0, "mscale_all_dim": 0.7, "factor": 40.0, "original_max_position_embeddings": 4096},
@@ -785,7 +786,7 @@ def test_MultiHeadLatentAttention_scale_and_eps():
     kv = (latents @ state["kv_b_proj.weight"].T).view(1, 4, 4, 11)
     turned = turn(key[:, :, None], rope, "interleaved").expand(-1, -1, 4, -1)
     k, v = torch.cat([kv[..., :6], turned], -1), kv[..., 6:]
-    out = attend(*(h.transpose(1, 2) for h in (q, k, v)), visible(4, 4), scale=0.2)
+    out = attend(*(h.transpose(1, 2) for h in (q, k, v)), seen=visible(4, 4), scale=0.2)
     expected = out.transpose(1, 2).flatten(2) @ state["o_proj.weight"].T
     for absorb in (False, True):
         expect_close(layer(x, rope, absorb=absorb).detach(), expected.float(), atol=1e-4, read=LATENT_EQ)

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.inputs import randn
 
 DECAYS = ("none", "head", "feature")
-FLOAT64 = {"atol": 1e-10, "rtol": 1e-10}
+FLOAT64: dict[str, Any] = {"atol": 1e-10, "rtol": 1e-10}
 
 
 def recurrence(q, k, v, g=None, scale=None, state=None, beta=None) -> tuple[Tensor, Tensor]:
@@ -53,7 +53,8 @@ def expected(given: dict, scale: float | None = None) -> tuple[Tensor, Tensor]:
 def gradients(result: tuple[Tensor, Tensor], given: dict) -> dict[str, Tensor]:
     """Gradients of the outputs' and the state's products with fixed random numbers."""
     weights = [randn(*x.shape, seed=9 + i).to(x.dtype) for i, x in enumerate(result)]
-    total = sum((x * weight).sum() for x, weight in zip(result, weights, strict=True))
+    parts = [(x * weight).sum() for x, weight in zip(result, weights, strict=True)]
+    total = sum(parts, torch.zeros(()))
     found = torch.autograd.grad(total, list(given.values()), allow_unused=True)
     return {
         name: torch.zeros_like(x) if grad is None else grad

@@ -1,5 +1,7 @@
 """What goes wrong when people keep a state instead of a cache."""
 
+from typing import Any
+
 from lib.workbook.grading import edits
 
 edits(
@@ -284,7 +286,7 @@ def in_a_loop(a, right):
     """Forward substitution, row by row."""
     import torch
 
-    rows = []
+    rows: list[Any] = []
     for i in range(a.shape[-2]):
         known = torch.stack(rows, -2) if rows else right[..., :0, :]
         rows.append(right[..., i, :] - (a[..., i : i + 1, :i] @ known).squeeze(-2))

@@ -1,6 +1,7 @@
 """The layer around the delta rule, and the bytes that it remembers, against Transformers' layer and `F.conv1d`."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -135,7 +136,7 @@ def weights_of() -> dict[str, Tensor]:
     return {name: randn(*shape, seed=20 + i) * 0.4 for i, (name, shape) in enumerate(SHAPES.items())}
 
 
-def a_layer(dtype=torch.float32, **more) -> nn.Module:
+def a_layer(dtype=torch.float32, **more) -> Any:
     layer = la.GatedDeltaNet(**SIZES, **more)
     layer.load_state_dict(weights_of())
     return layer.to(dtype)

@@ -1,6 +1,7 @@
 """Attention with a state, graded in float64 against the recurrence; the delta rule against Transformers' code, too."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -185,7 +186,7 @@ def check_overflow(form, with_beta):
         shown = f"T=70, one chunk of 128, g of -40 a step, decay: {decay}, float32"
         case(f"{shown}: exp(40 x 69) is infinite")
         found, aim = form(**given, chunk_size=128), expected(given)
-        loose = {"atol": 1e-4, "rtol": 1e-3}
+        loose: dict[str, Any] = {"atol": 1e-4, "rtol": 1e-3}
         expect_close(found, tuple(x.float() for x in aim), read="eq-linear_attention-4", **loose)
         case(f"{shown}: gradients")
         aims = {name: x.float() for name, x in gradients(aim, given).items()}

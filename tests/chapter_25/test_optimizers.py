@@ -7,6 +7,7 @@ is Muon on whole matrices.
 import copy
 import math
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -103,7 +104,7 @@ def check_resumes(make, shapes, read: str = STATE) -> None:
         expect_close(a, b, atol=0, rtol=0, name=f"weight {i} after the break", read=read)
 
 
-BAD = [{"lr": -0.1}, {"weight_decay": -0.1}]
+BAD: list[dict[str, Any]] = [{"lr": -0.1}, {"weight_decay": -0.1}]
 
 
 # ---- steepest_direction ----------------------------------------------------------------------------------------------
@@ -245,7 +246,7 @@ def test_Adafactor_by_hand():
     expect_close(state["col_var"], torch.tensor([[2.5, 2.0]]), name="col_var", read=FACTORS)
     moment = torch.tensor([[2.5], [2.0]]) @ torch.tensor([[2.5, 2.0]]) / 2.25
     update = w.grad / moment.sqrt()
-    update = update / max(1, update.square().mean().sqrt())
+    update = update / max(1.0, update.square().mean().sqrt().item())
     expected = torch.tensor([[3.0, 4.0], [0.0, 0.0]]) - 2.5 * 0.1 * update  # the root mean square of w is 2.5
     expect_close(w.detach(), expected, name="w", read=RATE)
 
@@ -767,15 +768,15 @@ class Mixed(nn.Module):
         self.table = nn.Embedding(7, 4)
         self.positions = nn.Parameter(torch.zeros(1, 5, 4))
         self.stem = nn.Conv2d(3, 4, 2)
-        self.blocks = nn.ModuleList(nn.ModuleDict({"up": nn.Linear(4, 6), "norm": nn.LayerNorm(4)}) for _ in range(2))
-        self.blocks[0]["experts"] = nn.ParameterList([nn.Parameter(torch.zeros(3, 4, 4))])
-        self.blocks[0]["conv"] = nn.Conv1d(4, 4, 3, bias=False)
-        self.blocks[1]["frozen"] = nn.Linear(4, 4, bias=False).requires_grad_(False)
-        self.blocks[1]["kinds"] = nn.Embedding(3, 4)
-        self.blocks[1]["same"] = nn.Linear(4, 6)
-        self.blocks[1]["same"].weight = self.blocks[0]["up"].weight
-        self.blocks[1]["out"] = nn.Linear(4, 7, bias=False)
-        self.blocks[1]["out"].weight = self.table.weight
+        ups, same, out = [nn.Linear(4, 6) for _ in range(2)], nn.Linear(4, 6), nn.Linear(4, 7, bias=False)
+        first, second = (nn.ModuleDict({"up": up, "norm": nn.LayerNorm(4)}) for up in ups)
+        self.blocks = nn.ModuleList([first, second])
+        first["experts"] = nn.ParameterList([nn.Parameter(torch.zeros(3, 4, 4))])
+        first["conv"] = nn.Conv1d(4, 4, 3, bias=False)
+        second["frozen"] = nn.Linear(4, 4, bias=False).requires_grad_(False)
+        second["kinds"] = nn.Embedding(3, 4)
+        second["same"], same.weight = same, ups[0].weight
+        second["out"], out.weight = out, self.table.weight
         self.head = nn.Linear(4, 7)
 
 
@@ -977,9 +978,9 @@ def test_ShardedMuon_sends_parts_and_multiplies_once(ranks, dtype, n_ranks):
     expect_equal(list(result.values), loads, name="FLOPs of each rank", read=COST)
     case(f"{n_ranks} ranks, {dtype}: bytes that each rank passes in, its rows and the matrices that it owns")
     sizes = [math.prod(shape) for shape in MATRICES]
-    rows = [sum(cut(torch.empty(shape), r, n_ranks).numel() for shape in MATRICES) for r in range(n_ranks)]
+    parts = [sum(cut(torch.empty(shape), r, n_ranks).numel() for shape in MATRICES) for r in range(n_ranks)]
     owned = [sum(n for n, owner in zip(sizes, owners, strict=True) if owner == r) for r in range(n_ranks)]
-    expected = [dtype.itemsize * (a + b) for a, b in zip(rows, owned, strict=True)]
+    expected = [dtype.itemsize * (a + b) for a, b in zip(parts, owned, strict=True)]
     expect_equal([ledger.bytes_sent for ledger in result.ledgers], expected, name="bytes", read=TRAFFIC)
 
 

@@ -8,6 +8,7 @@ import unicodedata
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -588,7 +589,7 @@ def test_QualityClassifier_forward_is_a_mean_and_a_bias():
     torch.nn.init.normal_(model.weight, generator=torch.Generator().manual_seed(0))
     torch.nn.init.normal_(model.bias, generator=torch.Generator().manual_seed(1))
     texts = ["one two one", " ", "three"]
-    rows = [[], [], []]
+    rows: list[list[Any]] = [[], [], []]
     for row, text in zip(rows, texts, strict=True):
         w = text.split()
         row += [number(g) % 64 for g in [*w, *(f"{a} {b}" for a, b in pairwise(w))]]
@@ -666,7 +667,7 @@ def float64(x: float) -> torch.Tensor:
 
 
 SIZES = {"web": 1000, "code": 100, "books": 10}
-MIXTURES = {
+MIXTURES: dict[str, tuple[int, dict[str, Any], dict[str, int]]] = {
     "in proportion": (555, {}, {"web": 500, "code": 50, "books": 5}),
     "uniform": (30, {"temperature": float("inf")}, {"web": 10, "code": 10, "books": 10}),
     "one cap": (300, {"temperature": float("inf")}, {"web": 130, "code": 130, "books": 40}),
@@ -753,7 +754,8 @@ def test_pack_documents_by_search(row_length):
     rng = random.Random(row_length)
     lengths = [rng.randrange(60) for _ in range(120)]
     pieces = [(d, s, min(s + row_length, n)) for d, n in enumerate(lengths) for s in range(0, n, row_length)]
-    rows, rooms = [], []
+    rows: list[Any] = []
+    rooms: list[Any] = []
     for piece in sorted(pieces, key=lambda p: (p[1] - p[2], p[0], p[1])):
         n = piece[2] - piece[1]
         fits = [(room, i) for i, room in enumerate(rooms) if room >= n]

@@ -3,6 +3,7 @@
 import math
 import random
 from fractions import Fraction
+from typing import Any
 
 import pytest
 import torch
@@ -349,7 +350,7 @@ def test_choose_answer_refuses():
 
 # ---- few_shot_prompt -------------------------------------------------------------------------------------------------
 
-EXAMPLES = [
+EXAMPLES: list[dict[str, Any]] = [
     {"query": f"{i} + 1 =", "choices": [str(i - 1), str(i + 1), str(i + 2)], "gold": 1} for i in (0, 1, 2, 1, 3, 4, 5)
 ]
 
@@ -401,8 +402,8 @@ def test_contaminated_share_by_hand():
         ("no words", "... !", "... !"),
     ):
         case(f"{what}: 3-grams of {text!r} in {document!r}")
-        expected = float(what != "no words")
-        expect_close(ev.contaminated_share([text], [document], 3), [expected], read=RETURNS)
+        share = float(what != "no words")
+        expect_close(ev.contaminated_share([text], [document], 3), [share], read=RETURNS)
 
 
 def test_contaminated_share_counts_places_and_keeps_documents_apart():

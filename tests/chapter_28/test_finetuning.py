@@ -5,6 +5,7 @@ Dense layers, PyTorch's cross-entropy, one process on the whole batch, and exact
 
 import copy
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ RETURNS = "the contract, under Returns"
 RAISES = "the contract, under Raises"
 COST = "the contract, under Cost"
 STATE = "the contract, under Attributes"
-FLOAT64 = {"atol": 1e-12, "rtol": 1e-12}
+FLOAT64: dict[str, Any] = {"atol": 1e-12, "rtol": 1e-12}
 IGNORED = -100
 ALL = ("wq", "wk", "wv", "wo", "w1", "w2", "w3")
 SMALL = LlamaConfig(vocab_size=50, dim=32, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=64, context_len=16)
@@ -240,7 +241,8 @@ def test_packed_mask_gives_each_conversation_alone():
     found = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
     expect_true(found.isfinite().all(), "a row of the mask is empty: attention there is NaN", answer=mask, read=MASK)
     for start, stop in ((0, 3), (3, 7), (7, 8)):
-        alone = nn.functional.scaled_dot_product_attention(*(x[:, :, start:stop] for x in (q, k, v)), is_causal=True)
+        part = (slice(None), slice(None), slice(start, stop))
+        alone = nn.functional.scaled_dot_product_attention(q[part], k[part], v[part], is_causal=True)
         expect_close(found[:, :, start:stop], alone, name=f"out[:, :, {start}:{stop}]", read=MASK, **FLOAT64)
 
 
@@ -653,7 +655,7 @@ def test_add_lora_replaces_and_freezes():
     expected = [f"layers.{i}.attention.{name}" for i in range(2) for name in ("wq", "wv")]
     expect_equal(list(names), expected, name="names", read=RETURNS)
     for name in names:
-        layer = model.get_submodule(name)
+        layer: Any = model.get_submodule(name)
         expect_true(isinstance(layer, ft.LoRALinear), f"{name} is not a LoRALinear", read=RETURNS)
         expect_equal(layer.lora_A.shape[0], 2, name=f"rank of {name}", read=ARGS)
         expect_close(float(layer.scaling), 2.0, name=f"scaling of {name}", read=ARGS)
@@ -861,7 +863,7 @@ def test_NF4Linear_equals_a_dense_layer():
             expected = nn.functional.linear(
                 x, weight.to(dtype), None if linear.bias is None else linear.bias.detach().to(dtype)
             )
-            tolerance = {torch.float32: {"atol": 1e-4}, torch.bfloat16: {"atol": 5e-3}}.get(dtype, {})
+            tolerance: dict[str, Any] = {torch.float32: {"atol": 1e-4}, torch.bfloat16: {"atol": 5e-3}}.get(dtype, {})
             expect_close(layer(x).detach(), expected, read=NF4, **tolerance)
     case("the layer's bias is a copy")
     linear = nn.Linear(64, 2)

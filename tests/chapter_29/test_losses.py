@@ -7,6 +7,7 @@ import itertools
 import math
 import random
 from fractions import Fraction
+from typing import Any
 
 import pytest
 import torch
@@ -488,7 +489,7 @@ def weights_of(ratios: list[list[float]], mask: list[list[int]], dtype: torch.dt
 def test_importance_weights_by_hand():
     ratios, mask = [[0.5, 3.0, 1.2, 9.0], [0.25, 1.5, 1.0, 0.1]], [[1, 1, 1, 0], [1, 1, 0, 0]]
     nought = [0.0, 0.0]
-    table = [
+    table: list[tuple[dict[str, Any], list[list[float]]]] = [
         ({}, [[0.5, 2.0, 1.2, 0.0], [0.25, 1.5, *nought]]),
         ({"floor": 0.4}, [[0.5, 2.0, 1.2, 0.0], [0.25, 1.5, *nought]]),
         ({"cap": 1.4}, [[0.5, 1.4, 1.2, 0.0], [0.25, 1.4, *nought]]),

@@ -7,6 +7,7 @@ batch in float64, written out here, and one process for ranks.
 import copy
 import random
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -43,7 +44,7 @@ every_model = pytest.mark.parametrize(("kind", "pool"), [*(("llama", pool) for p
 long_diagnosis = pytest.mark.time_limit(20)  # every known mistake runs the engine
 
 
-def model_of(kind: str = "llama", sharpness: float = 30.0) -> nn.Module:
+def model_of(kind: str = "llama", sharpness: float = 30.0) -> Any:
     torch.manual_seed(1)
     model = Llama(LLAMA) if kind == "llama" else GPT2(GPT)
     with torch.no_grad():
@@ -116,7 +117,7 @@ def test_sample_groups_read_log_probs_off_the_engine(kind, pool):
     expect_true(not batch["log_probs"].requires_grad, "the log-probabilities have a gradient", read=RETURNS)
 
 
-def positions_passed(model: nn.Module, call) -> int:
+def positions_passed(model: Any, call) -> int:
     passed = []
     hook = model.tok_embeddings.register_forward_hook(lambda module, args, out: passed.append(args[0].numel()))
     try:
@@ -313,7 +314,8 @@ class Table(nn.Module):
         super().__init__()
         self.last = nn.Parameter(randn(NAMES, NAMES, seed=5, dtype=dtype))
         self.before = nn.Parameter(randn(NAMES, NAMES, seed=6, dtype=dtype))
-        self.as_tuple, self.rows, self.widths = as_tuple, [], set[int]()
+        self.as_tuple, self.widths = as_tuple, set[int]()
+        self.rows: list[Any] = []
 
     def forward(self, tokens: Tensor):
         self.rows.append(len(tokens))
@@ -323,7 +325,7 @@ class Table(nn.Module):
         return (logits, None) if self.as_tuple else logits
 
 
-def a_batch(rows: range = range(6), width: int = 6, mask_dtype: torch.dtype = torch.bool) -> dict[str, Tensor]:
+def a_batch(rows: range = range(6), width: int = 6, mask_dtype: torch.dtype = torch.bool) -> dict[str, Any]:
     """Six responses of two groups, or some of them; everything that is masked is NaN."""
     tokens = torch.randint(NAMES, (6, width), generator=torch.Generator().manual_seed(3))
     target = torch.arange(1, width)
@@ -376,7 +378,7 @@ def written_out(model: Table, batch: dict, **s) -> tuple[Tensor, float]:
     return totals[mode], clipped / n_tokens
 
 
-SETTINGS = {
+SETTINGS: dict[str, dict[str, Any]] = {
     "defaults": {},
     "clip": {"clip_ratio_low": 0.1, "clip_ratio_high": 0.5},
     "Dr. GRPO": {"normalize_by_std": False, "loss_agg_mode": "seq-mean-token-sum-norm", "loss_scale_factor": 11.0},
@@ -467,7 +469,7 @@ def test_grpo_step_of_two_updates():
 
 
 def test_grpo_step_names_what_is_missing():
-    needs = {"tokens": {}, "response_mask": {}, "groups": {}, "rewards": {}}
+    needs: dict[str, dict[str, Any]] = {"tokens": {}, "response_mask": {}, "groups": {}, "rewards": {}}
     needs |= {"log_probs": {"correction": "mask"}, "ref_log_probs": {"kl_coef": 0.1}}
     for key, settings in needs.items():
         case(f"a batch without {key}, {settings or 'the defaults'}")

@@ -172,33 +172,39 @@ def save(
 def _save(
     folder: Path, strategy: Any, optimizer: Optimizer, step: int, codec: Codec | None, state: dict[str, Any]
 ) -> None:
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    if rank == 0:
+    if _rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
         if newest(folder) is None or not (folder / TOKENIZER).exists():
             write_tokenizer(folder, codec)
-    if not strategy.is_divided:
-        if rank == 0:
-            save_checkpoint(folder / FILE, strategy.model, optimizer, step, **state)
-            for old in folder.glob("step_????????"):
-                shutil.rmtree(old, ignore_errors=True)
-        if not getattr(strategy, "is_alone", False):
-            _barrier()
-        return
+    if strategy.is_divided:
+        _save_divided(folder, strategy, optimizer, step, state)
+    elif _rank() == 0:
+        save_checkpoint(folder / FILE, strategy.model, optimizer, step, **state)
+        for old in folder.glob("step_????????"):
+            shutil.rmtree(old, ignore_errors=True)
+    if not getattr(strategy, "is_alone", False):
+        _barrier()
+
+
+def _save_divided(folder: Path, strategy: Any, optimizer: Optimizer, step: int, state: dict[str, Any]) -> None:
+    """A folder into which every rank writes its part; it gets its name when all have."""
     final = folder / f"step_{step:08d}"
     being_written = final.with_name(f".{final.name}")
-    if rank == 0:
+    if _rank() == 0:
         for left in folder.glob(".step_????????"):  # left by runs that were killed while they saved
             shutil.rmtree(left)
         being_written.mkdir()
     _barrier()
     dcp.save(_contents(strategy, optimizer), checkpoint_id=being_written)
-    sums = _gathered({path.name: checksum(path) for path in being_written.glob(f"__{rank}_*")})
-    if rank == 0:
+    sums = _gathered({path.name: checksum(path) for path in being_written.glob(f"__{_rank()}_*")})
+    if _rank() == 0:
         counts = {key: n for p in strategy.named().values() for key, n in _counts(optimizer.state[p], p).items()}
         _put_in_place(being_written, final, {"step": step, **state, COUNTS: counts, SUMS: sums})
         (folder / FILE).unlink(missing_ok=True)
-    _barrier()
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def checksum(path: Path) -> int:

@@ -3,7 +3,6 @@
 A test must catch it, and the diagnosis must name it, with the chapter's record. ``--record`` writes the record.
 """
 
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from lib.workbook.grading import firsts
 from lib.workbook.grading.likeness import Outcome, looks_like
 from lib.workbook.grading.mistakes import Mistake, mistakes_of
 
+AGAIN_ON_RANKS = 4  # times
 FIRST, OLD = "first failure", "old record"  # properties of reports
 
 
@@ -42,11 +42,15 @@ class MistakeItem(pytest.Item):
         raise AssertionError(f"no test catches the mistake of {self.mistake.name}: {self.mistake.sentence}")
 
     def _record(self, test: pytest.Function, outcome: Outcome) -> None:
-        """Note how the mistake fails first, for the record; that it varies, if the same check ends otherwise again."""
+        """Note how the mistake fails first, for the record; that it varies, if the same check ends otherwise again.
+
+        On ranks, chance decides which of them fails first, so the check is run more often, and may end in several ways.
+        """
         drawn, wrong = self._sketch(test, outcome), self.mistake
         if drawn != firsts.NOT_COMPARED:
-            again = diagnosis.Trials(self.trials.run).of_mistake(wrong, test)
-            drawn = drawn if firsts.are_like(drawn, self._sketch(test, again)) else firsts.NOT_COMPARED
+            again = AGAIN_ON_RANKS if "ranks" in test.fixturenames else 1
+            runs = [diagnosis.Trials(self.trials.run).of_mistake(wrong, test) for _ in range(again)]
+            drawn = firsts.either([drawn, *(self._sketch(test, one) for one in runs)], most=again)
         self.user_properties.append((FIRST, (wrong.module, wrong.name, firsts.short(wrong), test.name, drawn)))
 
     def _sketch(self, test: pytest.Function, outcome: Outcome) -> str:
@@ -61,7 +65,8 @@ class MistakeItem(pytest.Item):
         check, drawn = known
         is_old = check != test.name or not firsts.are_like(drawn, firsts.sketch(outcome))
         if is_old:
-            self.user_properties.append((OLD, str(firsts.record_path(self.mistake.module).relative_to(ROOT))))
+            path = firsts.record_path(self.mistake.module).relative_to(ROOT)
+            self.user_properties.append((OLD, (str(path), self.mistake.label)))
         return is_old
 
     def _is_named(self, test: pytest.Function, outcome: Outcome) -> None:
@@ -138,11 +143,14 @@ def record(reports: list[pytest.TestReport]) -> list[Path]:
 
 def told(reports: list[pytest.TestReport]) -> list[str]:
     """A line for each record of which lines are old."""
-    found = Counter(str(value) for one in reports for key, value in one.user_properties if key == OLD)
+    found: dict[str, list[str]] = {}
+    old: list[Any] = [value for one in reports for key, value in one.user_properties if key == OLD]
+    for path, label in old:
+        found.setdefault(path, []).append(label)
     return [
-        f"{path}: old lines: {n}; their mistakes were diagnosed without them; "
-        f"renew them with: pytest --mistakes --record {Path(path).parent}"
-        for path, n in sorted(found.items())
+        f"{path}: old lines: {len(labels)} ({', '.join(labels[:9])}{', …' * (len(labels) > 9)}); their mistakes were "
+        f"diagnosed without them; renew them with: pytest --mistakes --record {Path(path).parent}"
+        for path, labels in sorted(found.items())
     ]
 
 

@@ -26,6 +26,7 @@ CHANGING = re.compile(
 )
 NOT_COMPARED = "-"
 """In place of a sketch: no diagnosis compares the failure, such as a time limit, or it is not the same each time."""
+EITHER = " | "
 TURNS = (0.7, 1.9)  # radians by which the weight of a number turns from one to the next, in each of the two sums
 
 
@@ -46,8 +47,21 @@ def sketch(outcome: Outcome) -> str:
     return " ".join([_digest([error.case, error.problem, *text]), *(f"{x:.5g}" for x in numbers)])
 
 
-def are_like(one: str, other: str) -> bool:
-    """Whether two sketches can be those of the same failure."""
+def are_like(known: str, seen: str) -> bool:
+    """Whether a sketch can be that of a failure, or of one of several: see `either`."""
+    return any(_are_like(one, seen) for one in known.split(EITHER))
+
+
+def either(sketches: Iterable[str], most: int) -> str:
+    """The sketch of a mistake that fails in one of several ways, for example on another rank first, but at ``most``."""
+    found: list[str] = []
+    for drawn in sketches:
+        if not any(_are_like(one, drawn) for one in found):
+            found.append(drawn)
+    return NOT_COMPARED if NOT_COMPARED in found or len(found) > most else EITHER.join(sorted(found))
+
+
+def _are_like(one: str, other: str) -> bool:
     (text, *numbers), (same, *others) = one.split(), other.split()
     if text != same or NOT_COMPARED in (text, same) or len(numbers) != len(others):
         return False

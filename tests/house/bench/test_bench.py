@@ -5,6 +5,7 @@ import math
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -177,7 +178,10 @@ def test_a_run_of_the_sweep_that_diverged_is_left_out():
 
 def test_a_log_is_summarized():
     steps = [{"step": i, "loss": float(i), "seconds": 2.0, "tokens_per_s": 100.0 - i, "mfu": 0.5} for i in range(30)]
-    looks = [{"step": 29, "held_out_loss": 1.5, "held_out_perplexity": 4.5}, {"step": 29, "sample": "to be"}]
+    looks: list[dict[str, Any]] = [
+        {"step": 29, "held_out_loss": 1.5, "held_out_perplexity": 4.5},
+        {"step": 29, "sample": "to be"},
+    ]
     found = scaling_laws.summarize([*steps, *looks], argparse.Namespace())
     assert (found["steps"], found["training_s"], found["mfu"]) == (30, 60.0, 0.5)
     assert found["tokens_per_s"] == 86.0, "the rate of the median step"

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lib.bench.kit import spawn
-from lib.bench.yardstick.copies import InTurn, MeanByCopies, in_peers_memory
+from lib.bench.yardstick.copies import CopyDDP, InTurn, MeanByCopies, in_peers_memory
 from lib.bench.yardstick.parts import waiting_by_command
 from lib.ranks import pool
 from tests.house.bench import yardstick_programs
@@ -92,10 +92,11 @@ def test_gpus_train_as_with_collectives(tmp_path):
             assert torch.equal(weights, every[0][name]), f"{name}: ranks differ"
 
 
-class Arriving:
-    """Looks like a ``CopyDDP`` whose second parameter's mean arrives first."""
+class Arriving(CopyDDP):
+    """A ``CopyDDP`` without processes, whose second parameter's mean arrives first."""
 
     def __init__(self):
+        torch.nn.Module.__init__(self)
         self.first, self.second = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
         self.means = {self.first: None, self.second: None}
         self.seen = []

@@ -6,6 +6,7 @@ import itertools
 import os
 from contextlib import nullcontext
 from functools import partial
+from typing import Any
 from unittest.mock import MagicMock, patch
 
 import torch
@@ -51,7 +52,7 @@ def train_on_ranks(rank, world_size, strategy, n_steps=3):
     images, labels = (x.chunk(world_size)[rank] for x in batch())
     path = IN_BF16 if strategy == "sharded, bf16" else PATH
     model = parts(seed=rank, path=path)
-    wrapped = (
+    wrapped: Any = (
         OverlapDDP(model)
         if strategy == "data"
         else FullySharded(model, param_dtype=None if path is PATH else path.dtype)
@@ -72,7 +73,8 @@ def step_each_way(rank, world_size):
     """For each way of ``lib.bench.yardstick.parts``: the all-reduces of a step,
     and whether all ranks have its gradients.
     """
-    model, found = OverlapDDP(parts()), {}
+    model: Any = OverlapDDP(parts())
+    found = {}
     for name, step in make_ways(model, tuple(x.chunk(world_size)[rank] for x in batch())).items():
         with patch.object(dist, "all_reduce", side_effect=dist.all_reduce) as sent:
             step()
@@ -117,13 +119,13 @@ def train_through_files(rank, world_size, folder, n_steps=3):
     and what a second backward is told.
     """
     images, labels = (x.chunk(world_size)[rank] for x in batch())
-    streams = {"Stream": MagicMock(), "current_stream": MagicMock(), "stream": lambda stream: nullcontext()}
+    streams: Any = {"Stream": MagicMock(), "current_stream": MagicMock(), "stream": lambda stream: nullcontext()}
     found = {}
     with patch.multiple(torch.cuda, **streams):
         for name in ("collectives", "at the end", "in turn"):
             model = parts(seed=rank)
             places = in_files(f"{folder}/{name}", world_size)
-            wrapped = OverlapDDP(model) if name == "collectives" else CopyDDP(model, torch.float32, places)
+            wrapped: Any = OverlapDDP(model) if name == "collectives" else CopyDDP(model, torch.float32, places)
             if name == "in turn":
                 optimizer, finish = InTurn(wrapped, sgd), lambda: None
             else:
@@ -154,7 +156,7 @@ def train_by_copies(rank, device, n_steps, folder):
         images, labels = (x.chunk(dist.get_world_size())[rank].to(device) for x in batch(8))
         with device:
             model = parts(seed=rank)
-        wrapped = OverlapDDP(model) if name == "collectives" else CopyDDP(model, torch.float32)
+        wrapped: Any = OverlapDDP(model) if name == "collectives" else CopyDDP(model, torch.float32)
         if "in turn" in name:
             optimizer, finish = InTurn(wrapped, sgd), lambda: None
         else:

@@ -52,10 +52,11 @@ LONG = {
         lib/given/show/serving.py ::draw_prefix_tree
         lib/workbook/tools/paper.py ::write
     """,
-    "one statement for each flag, with its help": """
+    "one statement for each flag or number, with its help": """
         lib/runs/engine/options.py ::_add_model_flags ::_add_place_flags ::_add_training_flags
         lib/runs/evaluate.py ::make_parser
         lib/runs/serve.py ::make_parser
+        lib/runs/serving/metrics.py ::Metrics.__init__
     """,
     "rules in the order in which they are tried, each with its message": """
         lib/given/data/images.py ::load_images
@@ -113,8 +114,6 @@ LONG = {
     "not divided yet": """
         lib/runs/engine/loop.py module
         lib/runs/engine/options.py module
-        lib/runs/engine/state.py ::_save
-        lib/runs/serving/metrics.py ::Metrics.__init__
     """,
 }
 

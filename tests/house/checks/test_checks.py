@@ -213,7 +213,7 @@ def test_how_each_mistake_fails_first_is_recorded_and_used(book):
     file.write_text(json.dumps(record | {"double": {"test_double_refuses_too_much": sketches}}))
     done = book.pytest("--mistakes", "tests/chapter_01")
     assert done.returncode == 0, done.out
-    assert "tests/chapter_01/mistakes.json: old lines: 2" in done.out
+    assert "tests/chapter_01/mistakes.json: old lines: 2 (" in done.out
     assert "renew them with: pytest --mistakes --record tests/chapter_01" in done.out
     book.answer("double", "return x * x")
     assert "looks like" not in book.pytest("tests/chapter_01").out  # an old record says nothing rather than the wrong

@@ -15,7 +15,7 @@ from lib.workbook.checks.alarm import TimeLimit
 from lib.workbook.checks.diagnosis import Trials
 from lib.workbook.grading import Wrong, expect_close, expect_equal, expect_raises, expect_true, firsts, graded
 from lib.workbook.grading.answers import further_apart, same_answer
-from lib.workbook.grading.firsts import are_like, sketch
+from lib.workbook.grading.firsts import are_like, either, sketch
 from lib.workbook.grading.likeness import Outcome, looks_like
 from lib.workbook.grading.mistakes import Mistake
 
@@ -183,6 +183,11 @@ def test_failures_that_are_alike_have_like_sketches():
         assert not are_like(sketch(a), sketch(b))
     assert sketch(Outcome(ValueError("at 0x7f"))) == sketch(Outcome(ValueError("at 0x80")))
     assert not are_like("-", "-")
+    on_ranks = either(["ab 1.0", "cd 2.0", "ab 1.001"], most=4)
+    assert on_ranks == "ab 1.0 | cd 2.0"
+    assert are_like(on_ranks, "cd 2.0")
+    assert not are_like(on_ranks, "cd 1.0")
+    assert either(["ab 1.0", "cd 2.0"], most=1) == either(["ab 1.0", "-"], most=4) == "-"
 
 
 def test_a_record_rules_out_what_the_answer_has_passed_or_not_reached(monkeypatch):

@@ -222,7 +222,7 @@ def cases() -> Iterator[tuple[str, Callable[..., dict[str, float]]]]:
                 name = f"attention, {shape}, {'causal' if causal else 'full'}, {kind}"
                 yield name, lambda seed, s=shape, c=causal, cut=chosen, **kw: attention(s, c, cut, seed, **kw)
     for kind, how in STORED.items():
-        yield f"stored, {kind}", lambda seed, how=how, **kw: stored(*how, seed, **kw)
+        yield f"stored, {kind}", lambda seed, how=how, **kw: stored(*how, seed=seed, **kw)
     for transposed in (False, True):
         for counts in ((128, 256, 64), (0, 5, 300, 0, 129), (1,)):
             name = f"products, {counts}, {'transposed' if transposed else 'plain'}"
@@ -232,7 +232,7 @@ def cases() -> Iterator[tuple[str, Callable[..., dict[str, float]]]]:
             name = f"around a GELU, {form}, programs: {n_programs}"
             yield name, lambda seed, f=form, n=n_programs, **kw: around_gelu(f, n, seed, **kw)
     for sizes in ((8320, 8300, 1), (4096, 4096, 1), (12_288, 3000, 2), (128, 100, 4)):
-        yield f"loss of rows, {sizes}", lambda seed, s=sizes, **kw: loss_of_rows(*s, seed, **kw)
+        yield f"loss of rows, {sizes}", lambda seed, s=sizes, **kw: loss_of_rows(*s, seed=seed, **kw)
 
 
 def outcome(run: Callable[..., dict[str, float]], seed: int, **options: Any) -> dict[str, Any]:
@@ -253,7 +253,9 @@ def main() -> None:
         ]
     how = STORED["a place for one of four parts"]
     for name, change in STORED_BREAKS.items():
-        broken[name] = [outcome(lambda seed, **kw: stored(*how, seed, **kw), seed, change=change) for seed in SEEDS]
+        broken[name] = [
+            outcome(lambda seed, **kw: stored(*how, seed=seed, **kw), seed, change=change) for seed in SEEDS
+        ]
     print(json.dumps({"found": found, "broken": broken}))
 
 

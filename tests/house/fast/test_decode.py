@@ -5,6 +5,7 @@ import math
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -37,11 +38,8 @@ SMALL = LlamaConfig(vocab_size=23, dim=32, n_layers=1, n_heads=2, n_kv_heads=1, 
 @on_both
 @pytest.mark.parametrize("width", [48, 300])
 def test_a_product_of_one_row(device, width):
-    x, weight, norm = (
-        normal(1, width, device=device),
-        normal(10, width, device=device, seed=1),
-        RMSNorm(width, 1e-3).to(device),
-    )
+    x, weight = normal(1, width, device=device), normal(10, width, device=device, seed=1)
+    norm: Any = RMSNorm(width, 1e-3).to(device)
     norm.weight.data.copy_(1 + normal(width, device=device, seed=2))
     check_one_row(x, weight, weight, norm)
 
@@ -56,7 +54,8 @@ def test_the_kernels_of_a_step_compile_for_a_gpu(tmp_path):
 
 @on_both
 def test_sums_norms_gates_and_rows_of_a_table(device):
-    x, added, norm = normal(3, 20, device=device), normal(3, 20, device=device, seed=1), RMSNorm(20).to(device)
+    x, added = normal(3, 20, device=device), normal(3, 20, device=device, seed=1)
+    norm: Any = RMSNorm(20).to(device)
     gain = norm.weight.data.copy_(1 + normal(20, device=device, seed=2))
     close(add_norm(x.clone(), None, gain, norm.eps), norm(x))
     stream = x.clone()
@@ -136,7 +135,7 @@ def test_what_takes_the_plain_way():
     assert can_step(model, cache) == INTERPRETED
     assert not can_step(nn.Linear(2, 2), cache)
     assert not can_step(model.double(), cache)  # the cache is float32
-    model.float().layers[0].feed_forward.w2 = nn.Linear(40, 32)
+    model.float().get_submodule("layers.0.feed_forward").w2 = nn.Linear(40, 32)
     assert not can_step(model, cache)  # a bias
 
 
@@ -144,7 +143,7 @@ def served(engine, requests, cancelled=None):
     """The tokens of each request, all submitted before the first step; ``cancelled`` after its second token."""
     for request in requests:
         engine.submit(request)
-    found = {request: [] for request in requests}
+    found: dict[Any, list[int]] = {request: [] for request in requests}
     while engine.is_busy:
         for request, token in engine.step():
             found[request].append(token)
@@ -284,7 +283,7 @@ def test_forks_on_the_fast_way(fast, model, n_blocks):
         return [first, *(Wanted(first.tokens, 4, 0.9, 2 + i, first=first) for i in (1, 2))]
 
     expected = plainly(model, make(), Scheduler(16, 16, 4))
-    forked = []
+    forked: list[Any] = []
     found = served(PrefixEngine(model, Scheduler(16, n_blocks, 4), on_forked=forked.append), make())
     assert found == expected
     assert forked == [5] * (2 if n_blocks == 16 else 1)

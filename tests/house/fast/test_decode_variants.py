@@ -1,5 +1,7 @@
 """The captured step of chapter 23's Llamas gives the plain way's greedy tokens, with windows, caps and sinks too."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -32,7 +34,14 @@ RUNS = [pytest.param(family, *place.values, marks=place.marks) for place in PLAC
 
 
 def make(family, **more):
-    sizes = {"vocab_size": 23, "dim": 16, "n_layers": 2, "n_heads": 2, "n_kv_heads": 1, "hidden_dim": 24}
+    sizes: dict[str, Any] = {
+        "vocab_size": 23,
+        "dim": 16,
+        "n_layers": 2,
+        "n_heads": 2,
+        "n_kv_heads": 1,
+        "hidden_dim": 24,
+    }
     torch.manual_seed(0)
     model = VariantLlama(VariantConfig(**sizes, context_len=32, head_dim=16, **FAMILIES[family] | more)).eval()
     for parameter in model.parameters():
@@ -44,7 +53,7 @@ def tokens_of(engine, step):
     """Prompts with a common beginning, in chunks and in a pool so small that requests wait and are preempted."""
     prompts = [[3, 1, 4, 1, 5 + i, 9][: 6 - i] for i in range(2)]
     requests = [Request(prompt, 4) for prompt in prompts]
-    found = {id(request): [] for request in requests}
+    found: dict[int, list[int]] = {id(request): [] for request in requests}
     for request in requests:
         engine.submit(request)
     while engine.is_busy:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -275,7 +276,7 @@ def test_what_another_kernel_is_compiled_for_is_compiled_again_and_nothing_else(
     run()
     run()
     assert (fake.compiled, fake.launched) == (1, 1)
-    others = [
+    others: list[dict[str, Any]] = [
         {"heads": 1},
         {"width": 128},
         {"dtype": torch.bfloat16},
@@ -368,8 +369,8 @@ def test_they_are_as_exact_as_tritons_kernels_and_give_the_same_bits_again(width
             torch.testing.assert_close(its_stats, stats, atol=1e-4, rtol=1e-5)
             assert torch.equal(found, fast_dq(q, k, v, o, do, lse, causal, cut)[0]), (name, cut)
         for cut in (ROLES_TABLE[width, causal][2], *CUTS["dK/dV", width]):
-            found = fast_dkdv(q, k, v, do, stats, causal, cut)
-            for x, old, key in zip(found, (dk, dv), ("dk", "dv"), strict=True):
+            both = fast_dkdv(q, k, v, do, stats, causal, cut)
+            for x, old, key in zip(both, (dk, dv), ("dk", "dv"), strict=True):
                 assert gap(x, exact[key]) <= 1.1 * gap(old, exact[key]), (name, cut, key)
             again = fast_dkdv(q, k, v, do, stats, causal, cut)
             assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True)), (name, cut)
@@ -385,7 +386,7 @@ RAGGED += [(1, 2, 2, 300, 1), (1, 2, 1, 100, 333), (1, 2, 2, 500, 130), (1, 2, 2
     "shape", [(1, 2, 2, 197, 197), (1, 3, 1, 2, 100), (1, 2, 1, 31, 95), (1, 1, 1, 70, 33)], ids=str
 )
 def test_the_tiles_of_short_sequences_are_right_at_any_length(shape, causal):
-    tables = list(SHORT_RAGGED.values())
+    tables: list[Any] = list(SHORT_RAGGED.values())
     if causal:
         tables = [tuple(a or b for a, b in zip(SHORT[64, True], TABLE[64, True], strict=True))]
     (q, k, v, do), exact = given_at(shape, 16, causal, torch.float32, "cpu")
@@ -415,7 +416,7 @@ def laid_out(x, layout):
 @pytest.mark.parametrize("width", [64, 80, 128, 256])
 def test_any_length_and_any_strides_without_a_copy(width, causal, monkeypatch):
     of = 64 if width == 64 else 128
-    tables = [table[of, causal] for table in (TABLE, ROLES_TABLE)] if width <= 128 else [WIDE]
+    tables: list[Any] = [table[of, causal] for table in (TABLE, ROLES_TABLE)] if width <= 128 else [WIDE]
     if width <= 128 and (of, causal) in SHORT:
         tables.append(tuple(a or b for a, b in zip(SHORT[of, causal], TABLE[of, causal], strict=True)))
     if not causal and width <= 128:
@@ -503,7 +504,8 @@ def test_where_memory_is_short_two_passes_take_over():
 def test_two_passes_take_over_if_dS_or_what_heads_apart_need_does_not_fit(n_fit, apart, short, monkeypatch):
     q, k = torch.zeros(1, 4, 8, 2), torch.zeros(1, 4 // apart, 8, 2)
     dk, dv = torch.full_like(k, 7.0), torch.full_like(k, 7.0)
-    called, asked, real = [], [], torch.empty
+    called: list[Any] = []
+    asked, real = [], torch.empty
 
     def empty(shape, dtype, device):
         asked.append(shape)
@@ -511,7 +513,7 @@ def test_two_passes_take_over_if_dS_or_what_heads_apart_need_does_not_fit(n_fit,
             raise torch.OutOfMemoryError
         return real(shape, dtype=dtype, device=device)
 
-    backward = object.__new__(StoredBackward)
+    backward: Any = object.__new__(StoredBackward)
     backward.dealt = flash_stored.Dealt(torch.zeros(1, 1), 1, 2, apart)
     backward.n_ds, backward.n_stats, backward.is_short = 5, 6, False
     backward.statistics = lambda *given: called.append("statistics")
@@ -559,7 +561,7 @@ def test_later_calls_find_the_parts_of_other_joined_tensors():
     q, k, v = (torch.randn(3, 4, 300, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     do = torch.randn(3, 300, 4, 64, device="cuda", dtype=torch.bfloat16)
     apart = [y.clone().requires_grad_() for y in (q, k, v)]
-    wanted = torch.autograd.grad(flash_attention_fast(*apart, True), apart, do.transpose(1, 2))
+    wanted = torch.autograd.grad(flash_attention_fast(apart[0], apart[1], apart[2], True), apart, do.transpose(1, 2))
     kept = []  # so that each call has other memory
     for _ in range(4):
         x = torch.cat((q, k, v), 1).transpose(1, 2).contiguous().requires_grad_()
@@ -586,7 +588,7 @@ def test_tensors_may_be_on_another_gpu_than_the_current_one():
     x = torch.randn(2, 256, 12, 64, device="cuda:1", dtype=torch.bfloat16, requires_grad=True)
 
     def step():
-        o, joined = flash_attention_fast(*leaves, True), flash_attention_joined(x, 4, True)
+        o, joined = flash_attention_fast(leaves[0], leaves[1], leaves[2], True), flash_attention_joined(x, 4, True)
         return o, joined, *torch.autograd.grad(o.sum() + joined.sum(), (*leaves, x))
 
     with torch.cuda.device(1):

@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter, defaultdict
+from typing import Any
 
 import pytest
 
@@ -34,7 +35,7 @@ def dealt(sizes, n_slots, n_programs=7):
 @named
 @cases
 def test_each_pair_of_a_query_and_a_key_is_computed_once_for_each_gradient(sizes, n_slots):
-    for_keys, for_rows = Counter(), Counter()
+    for_keys, for_rows = Counter[Any](), Counter[Any]()
     n_rows, heads = -(-sizes.t // 64), range(sizes.n_batches * sizes.n_heads)
     for item in (item for items in dealt(sizes, n_slots).lists for item in items):
         if item.kind == 0:

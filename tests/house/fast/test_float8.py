@@ -36,7 +36,7 @@ def matrix(m, k, dtype=torch.bfloat16):
 @pytest.mark.parametrize("given", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("size", [3e-3, 1.7], ids=["saturates", "fits"])
 def test_both_orders_are_chapter_20s(shape, dtype, given, size):
-    x, scale = matrix(*shape, given), torch.tensor(size, device=DEVICE)
+    x, scale = matrix(*shape, dtype=given), torch.tensor(size, device=DEVICE)
     rounded, flipped, amax = cast_both(x, scale, dtype)
     expected = quantize(x, scale, dtype)
     assert rounded.view(torch.uint8).equal(expected.view(torch.uint8))
@@ -122,7 +122,8 @@ def test_a_compiled_model_learns_with_scales_of_past_steps(name, kernels):
         batch = (tokens, tokens) if name == "gpt2" else (torch.randn(4, 3, 28, 28), torch.arange(4))
     replace_linears(model, DelayedLinear, skip=("head",))
     path, scales = fast.Path(dtype=torch.bfloat16, kernels=kernels), Scales(model)
-    blocks, compute = (model.h, fast.gpt2_block) if name == "gpt2" else (model.blocks, fast.vit_block)
+    blocks = [*model.get_submodule("h" if name == "gpt2" else "blocks").children()]
+    compute = fast.gpt2_block if name == "gpt2" else fast.vit_block
     compute = torch.compile(compute, dynamic=False, fullgraph=True, backend="aot_eager")
     for block in blocks:
         block.forward = partial(compute, block, path=path, **({"n_heads": 2} if name == "gpt2" else {}))

@@ -1,5 +1,7 @@
 """The GELU with its bias: the kernels, interpreted where there is no GPU, and what stands for them there."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -162,7 +164,15 @@ def test_pytorch_finds_nothing_wrong_with_the_operators():
 @pytest.mark.parametrize("alone", [True, False])
 def test_a_vit_on_this_path_has_the_logits_and_the_gradients_of_the_plain_model(gelu, alone):
     torch.manual_seed(0)
-    sizes = {"image_size": 8, "patch_size": 4, "n_classes": 5, "dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 24}
+    sizes: dict[str, Any] = {
+        "image_size": 8,
+        "patch_size": 4,
+        "n_classes": 5,
+        "dim": 16,
+        "n_layers": 2,
+        "n_heads": 2,
+        "hidden_dim": 24,
+    }
     model = VisionTransformer(ViTConfig(**sizes, gelu=gelu))
     images, labels, results = torch.randn(3, 3, 8, 8), torch.randint(5, (3,)), []
     for logits in (model(images), vit_logits(model, images, Path(class_token_alone=alone, kernels=True))):

@@ -1,5 +1,7 @@
 """Chapter 15's kernels inside a Transformers Llama, and as operators that PyTorch's compiler understands."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -71,8 +73,9 @@ def test_what_the_kernels_do_not_have_goes_to_pytorch(monkeypatch):
 @pytest.mark.parametrize("name", interface.IGNORED)
 def test_what_pytorchs_attention_would_ignore_is_refused(name):
     q = torch.zeros(1, 4, 5, 16)
+    ignored: dict[str, Any] = {name: torch.zeros(4)}
     with pytest.raises(ValueError, match=name):
-        interface.workbook_attention(torch.nn.Identity(), q, q, q, None, **{name: torch.zeros(4)})
+        interface.workbook_attention(torch.nn.Identity(), q, q, q, None, **ignored)
 
 
 @pytest.mark.time_limit(60)
@@ -157,8 +160,7 @@ def test_the_operators_pass_pytorchs_own_check():
 def test_a_joined_projection_gets_a_joined_gradient_compiled_or_not():
     x, grad = torch.randn(2, 33, 4, 16, requires_grad=True), torch.randn(2, 33, 2, 16)
     q, k, v = (part.detach().requires_grad_() for part in split_joined(x, 2))
-    wide = [y.repeat_interleave(2, 1) for y in (k, v)]
-    plain = torch.nn.functional.scaled_dot_product_attention(q, *wide, is_causal=True)
+    plain = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     parts = torch.autograd.grad(plain, (q, k, v), grad.transpose(1, 2))
     for attend in (
         flash_attention_joined,
@@ -247,7 +249,7 @@ def test_the_parts_of_joined_tensors_are_where_their_views_are(wide, has_bias):
     assert len(backward.results) == 1 + has_bias
     grads = [allocate() for allocate in backward.results]
     for launch, tensors in ((forward.launch, (x, o, lse)), (backward.launch, (x, o, do, lse, *grads))):
-        used = []
+        used: list[Any] = []
         later = launch._replace(launch=Recorder(used))
         later(*tensors)
         assert used == [view.data_ptr() for view in launch.views(*tensors)]

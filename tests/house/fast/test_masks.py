@@ -1,5 +1,7 @@
 """Transformers' masks in the fast kernels: what a mask says, and models that need more than a causal one."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -76,12 +78,12 @@ def test_a_mask_is_a_matrix_for_whoever_looks_at_it():
     assert type(mask[0]) is torch.Tensor
 
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64,
 }  # fmt: skip
 LAYERS = ["sliding_attention", "full_attention"]
-MODELS = {
+MODELS: dict[str, dict[str, Any]] = {
     "Mistral": {"sliding_window": 7},
     "Gemma2": {"sliding_window": 7, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 9, "layer_types": LAYERS},
     "GptOss": {"sliding_window": 7, "num_local_experts": 2, "num_experts_per_tok": 1, "layer_types": LAYERS},

@@ -2,6 +2,8 @@
 and on one the kernels.
 """
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -63,8 +65,9 @@ def test_result_and_gradients_are_those_of_three_operators(approximate, bias_dty
     ids=["first", "bias", "second", "three axes"],
 )
 def test_shapes_that_do_not_fit_are_refused(shapes, says):
+    x, first, bias, second = (torch.zeros(shape) for shape in shapes)
     with pytest.raises(ValueError, match=says):
-        fast.mlp(*(torch.zeros(shape) for shape in shapes))
+        fast.mlp(x, first, bias, second)
 
 
 def test_other_dtypes_and_forms_are_refused():
@@ -108,7 +111,15 @@ def small_gpt2():
 
 def small_vit():
     torch.manual_seed(0)
-    sizes = {"image_size": 8, "patch_size": 4, "n_classes": 5, "dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 24}
+    sizes: dict[str, Any] = {
+        "image_size": 8,
+        "patch_size": 4,
+        "n_classes": 5,
+        "dim": 16,
+        "n_layers": 2,
+        "n_heads": 2,
+        "hidden_dim": 24,
+    }
     model = VisionTransformer(ViTConfig(**sizes))
     images, labels = torch.randn(3, 3, 8, 8), torch.randint(5, (3,))
     return model, lambda path: F.cross_entropy(vit_logits(model, images, path), labels)

@@ -1,6 +1,7 @@
 """The fast path computes what the models of chapters 5 and 6 compute."""
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -31,7 +32,15 @@ from solutions.low_precision import Float8Linear
 from solutions.vit import VisionTransformer
 from tests.house.bench import yardstick_programs
 
-VIT = {"image_size": 8, "patch_size": 4, "n_classes": 5, "dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 24}
+VIT: dict[str, Any] = {
+    "image_size": 8,
+    "patch_size": 4,
+    "n_classes": 5,
+    "dim": 16,
+    "n_layers": 2,
+    "n_heads": 2,
+    "hidden_dim": 24,
+}
 
 
 def gradients(loss, model):
@@ -187,10 +196,10 @@ def test_rows_cast_before_they_are_cut_change_no_bit():
     torch.manual_seed(0)
     model, path = VisionTransformer(yardstick_programs.CONFIG), Path(dtype=torch.bfloat16)
     batch = yardstick_programs.batch()
-    whole = vit_loss(model, *batch, path)
+    whole = vit_loss(model, *batch, path=path)
     wanted = gradients(whole, model)
-    parts = RowViT(model, path, 2)
-    seen = []
+    parts: Any = RowViT(model, path, 2)
+    seen: list[Any] = []
     for part in parts.parts:
         part.run = lambda pieces, *inputs, run=part.run: seen.extend(pieces) or run(pieces, *inputs)
     loss = parts(*batch)
@@ -247,7 +256,7 @@ def test_the_fast_kernels_take_the_tiles_that_were_quickest(key):
     rows = {(k["kernel"], k["width"], k["causal"]): k["rows"] for k in load("flash_tiles")["results"]["kernels"]}
     for i, kernel in enumerate(("forward", "dQ", "dK/dV")):
         right = [row for row in rows[kernel, *key] if "ms" in row]
-        times = {Tiles(**row["tiles"]): row["ms"]["median"] for row in right if "tiles" in row}
+        times: dict[Any, float] = {Tiles(**row["tiles"]): row["ms"]["median"] for row in right if "tiles" in row}
         assert times[TABLE[key][i]] <= 1.01 * min(times.values()), (kernel, TABLE[key][i])
         times |= {Roles(**row["roles"]): row["ms"]["median"] for row in right if "roles" in row}
         assert times[ROLES_TABLE[key][i]] <= 1.01 * min(times.values()), (kernel, ROLES_TABLE[key][i])

@@ -1,5 +1,7 @@
 """Muon on stacks of matrices, and products that are symmetric."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -71,7 +73,7 @@ def sharded_and_whole(rank: int, world_size: int, device: torch.device | str = "
     whole = [nn.Parameter(torch.randn(shape, dtype=torch.float64, device=device)) for shape in SHAPES]
     cut = [slice(rank * size, (rank + 1) * size) for size in (-(-shape[0] // world_size) for shape in SHAPES)]
     copies = [[nn.Parameter(p.detach()[part].clone()) for p, part in zip(whole, cut, strict=True)] for _ in range(2)]
-    settings = {"lr": 0.1, "ns_dtype": None, "adjust_lr_fn": "match_rms_adamw"}
+    settings: dict[str, Any] = {"lr": 0.1, "ns_dtype": None, "adjust_lr_fn": "match_rms_adamw"}
     makers = (fast.StackedShardedMuon, ShardedMuon)
     sharded = [make(parts, SHAPES, **settings) for make, parts in zip(makers, copies, strict=True)]
     reference, sent, send = Muon(whole, **settings), [], dist.all_to_all_single

@@ -1,6 +1,7 @@
 """Weights of 4 and 8 bits in the serving step: the products of the wide weights, and the same tokens."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -30,7 +31,8 @@ KINDS = ("int4", "float8")
 def test_a_narrow_product_of_one_row(device, kind):
     """Three groups, so the last read of groups is not full; columns that no tile divides."""
     weight, x = narrow(normal(10, 96, device=device, seed=1), kind), normal(1, 96, device=device)
-    wide, norm = dense(weight, torch.float32), RMSNorm(96, 1e-3).to(device)
+    wide = dense(weight, torch.float32)
+    norm: Any = RMSNorm(96, 1e-3).to(device)
     norm.weight.data.copy_(1 + normal(96, device=device, seed=2))
     check_one_row(x, weight, wide, norm)
 

@@ -1,5 +1,7 @@
 """A norm and the bias of a branch's last product: gradients from one kernel."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -81,7 +83,15 @@ def small_gpt2():
 
 
 def small_vit():
-    sizes = {"image_size": 8, "patch_size": 4, "n_classes": 5, "dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 24}
+    sizes: dict[str, Any] = {
+        "image_size": 8,
+        "patch_size": 4,
+        "n_classes": 5,
+        "dim": 16,
+        "n_layers": 2,
+        "n_heads": 2,
+        "hidden_dim": 24,
+    }
     model = VisionTransformer(ViTConfig(**sizes))
     images, labels = torch.randn(3, 3, 8, 8), torch.randint(5, (3,))
     return model, lambda path: vit_loss(model, images, labels, path)

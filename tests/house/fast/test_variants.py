@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -58,7 +59,10 @@ def compare(leaves, do, is_causal, **options):
     """Output and gradients, those of the sinks included, against `dense`."""
     sinks = options.get("sinks")
     wanted_of = [*leaves, *([] if sinks is None else [sinks])]
-    found, wanted = flash_attention_fast(*leaves, is_causal, **options), dense(*leaves, is_causal, **options)
+    found, wanted = (
+        flash_attention_fast(*leaves, is_causal=is_causal, **options),
+        dense(*leaves, is_causal=is_causal, **options),
+    )
     torch.testing.assert_close(found.double(), wanted, atol=1e-5, rtol=1e-4)
     got = torch.autograd.grad(found, wanted_of, do)
     want = torch.autograd.grad(wanted, wanted_of, do.double())
@@ -89,14 +93,14 @@ def test_a_sink_of_zero_counts_as_one_more_key_without_a_value():
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize(("t", "s", "window"), [(70, 70, 1), (100, 100, 40), (65, 97, 33), (97, 65, 7), (64, 64, 200)])
 def test_a_window(t, s, window, is_causal):
-    compare(*inputs(4, 2, t, s, 16, batch=(1,)), is_causal, window=window)
+    compare(*inputs(4, 2, t, s, 16, batch=(1,)), is_causal=is_causal, window=window)
 
 
 @interpreted
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_rows_before_the_first_key_are_zero_even_where_all_tiles_are_whole(is_causal):
     """256 queries on 128 keys: with no ragged edge, only the window leaves rows empty."""
-    compare(*inputs(1, 1, 256, 128, 16, batch=(1,)), is_causal, window=20)
+    compare(*inputs(1, 1, 256, 128, 16, batch=(1,)), is_causal=is_causal, window=20)
 
 
 @interpreted
@@ -112,13 +116,13 @@ def test_a_soft_cap(softcap, is_causal):
 def test_sinks_and_their_gradient(is_causal):
     """One sink is far below all scores, one far above."""
     sinks = torch.tensor([0.3, -40.0, 12.0, -math.inf], requires_grad=True)
-    compare(*inputs(4, 2, 40, 40, 16), is_causal, sinks=sinks)
+    compare(*inputs(4, 2, 40, 40, 16), is_causal=is_causal, sinks=sinks)
 
 
 @interpreted
 def test_a_row_without_keys_puts_all_its_weight_on_the_sink():
     sinks = torch.tensor([0.3, -1.0], requires_grad=True)
-    compare(*inputs(2, 1, 50, 20, 16, batch=(1,)), True, sinks=sinks)
+    compare(*inputs(2, 1, 50, 20, 16, batch=(1,)), is_causal=True, sinks=sinks)
 
 
 def documents(*lengths: int) -> torch.Tensor:
@@ -132,12 +136,12 @@ def documents(*lengths: int) -> torch.Tensor:
 def test_documents(window, is_causal):
     """Of one token, of more than a tile, and ending exactly with a tile; the two sequences have different ones."""
     ids = torch.stack([documents(1, 31, 40, 25), documents(80, 16, 1)])
-    compare(*inputs(2, 1, 97, 97, 16), is_causal, window=window, documents=ids)
+    compare(*inputs(2, 1, 97, 97, 16), is_causal=is_causal, window=window, documents=ids)
 
 
 @interpreted
 def test_documents_that_all_sequences_share():
-    compare(*inputs(2, 2, 45, 45, 16), True, documents=documents(20, 25))
+    compare(*inputs(2, 2, 45, 45, 16), is_causal=True, documents=documents(20, 25))
 
 
 @interpreted
@@ -213,14 +217,14 @@ def test_dk_and_dv_in_parts_are_the_same(parts, joined, monkeypatch):
     monkeypatch.setattr(flash, "tiles_for", lambda *given: (tiles, tiles, tiles._replace(**parts)))
     monkeypatch.setattr(flash, "_plans", {})
     if not joined:
-        compare(*inputs(4, 2, 40, 40, 16), True, window=20)
-        compare(*inputs(4, 2, 40, 40, 16), False)
+        compare(*inputs(4, 2, 40, 40, 16), is_causal=True, window=20)
+        compare(*inputs(4, 2, 40, 40, 16), is_causal=False)
         return
     x, do = torch.randn(2, 33, 8, 16, requires_grad=True), torch.randn(2, 33, 4, 16)
     for _ in range(2):  # the second time with addresses, where the parts allow it
         q, k, v = flash.split_joined(x.detach().double(), 4)
         leaves = [y.requires_grad_() for y in (q, k, v)]
-        want = torch.autograd.grad(dense(*leaves, True), leaves, do.transpose(1, 2).double())
+        want = torch.autograd.grad(dense(*leaves, is_causal=True), leaves, do.transpose(1, 2).double())
         (got,) = torch.autograd.grad(flash.flash_attention_joined(x, 4, True), x, do)
         torch.testing.assert_close(got.double(), torch.cat(want, 1).transpose(1, 2), atol=3e-5, rtol=1e-4)
 
@@ -228,7 +232,7 @@ def test_dk_and_dv_in_parts_are_the_same(parts, joined, monkeypatch):
 # ---- errors ----------------------------------------------------------------------------------------------------------
 
 
-WRONG = {
+WRONG: dict[str, dict[str, Any]] = {
     "window = 0": {"window": 0},
     "window = 2.5": {"window": 2.5},
     "softcap = 0": {"softcap": 0},
@@ -272,7 +276,7 @@ def test_the_operator_passes_pytorchs_own_check_and_gives_the_same_compiled():
         return flash_attention_fast(q, k, v, True, window=9, sinks=sinks, documents=documents(20, 13))
 
     found = [
-        torch.autograd.grad(f(*leaves, sinks), [*leaves, sinks], do)
+        torch.autograd.grad(f(*leaves, sinks=sinks), [*leaves, sinks], do)
         for f in (attend, torch.compile(attend, backend="aot_eager", fullgraph=True))
     ]
     torch.testing.assert_close(*found)
@@ -314,7 +318,10 @@ def test_on_a_gpu_every_variant_is_as_exact_as_16_bits_allow(name, options, widt
     if "documents" in options:
         options["documents"] = options["documents"].cuda()
     of = [*leaves, *([options["sinks"]] if "sinks" in options else [])]
-    wanted, found = dense(*leaves, is_causal, **options), flash_attention_fast(*leaves, is_causal, **options)
+    wanted, found = (
+        dense(*leaves, is_causal=is_causal, **options),
+        flash_attention_fast(*leaves, is_causal=is_causal, **options),
+    )
     want, got = torch.autograd.grad(wanted, of, do.double()), torch.autograd.grad(found, of, do)
     for part, a, b in zip(("o", "dq", "dk", "dv", "dsinks"), (found, *got), (wanted, *want), strict=False):
         assert (a.double() - b).norm() <= 0.02 * b.double().norm(), (name, part)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lib.finetuning import LoRALinear, add_lora, masked_cross_entropy, pack_conversations, packed_mask
+from lib.finetuning import add_lora, masked_cross_entropy, pack_conversations, packed_mask
 from lib.given.models import gpt2, llama
 from lib.given.models.hidden import hidden_states, output_weight
 from lib.gpt2 import GPT2
@@ -114,9 +114,9 @@ def test_adapters_are_passed_through(name):
     before = hidden_states(model, tokens(1, 8))
     add_lora(model, 2, 4.0, [target])
     torch.testing.assert_close(hidden_states(model, tokens(1, 8)), before)
-    for layer in model.modules():
-        if isinstance(layer, LoRALinear):
-            nn.init.ones_(layer.lora_B)
+    for name, parameter in model.named_parameters():
+        if name.endswith("lora_B"):
+            nn.init.ones_(parameter)
     with torch.no_grad():
         found = hidden_states(model, tokens(1, 8)) @ output_weight(model).T
         torch.testing.assert_close(found, logits_of(model, tokens(1, 8)), atol=5e-6, rtol=1e-5)

@@ -1,5 +1,7 @@
 """The two lines that say what a machine can and cannot do."""
 
+from typing import Any
+
 import pytest
 
 from lib.given.show.machine import facts, machine
@@ -9,7 +11,7 @@ PARTS = {"GPU": "gpus", "MPI": "has_mpi", "Triton": "has_triton"}
 
 @pytest.mark.parametrize("missing", PARTS)
 def test_what_is_there_can_be_done_and_what_is_missing_is_named(missing):
-    whole = {"gpus": ["NVIDIA H200"], "has_mpi": True, "has_triton": True}
+    whole: dict[str, Any] = {"gpus": ["NVIDIA H200"], "has_mpi": True, "has_triton": True}
     can, cannot = facts(**whole)
     assert cannot == []
     assert all(part in " ".join(can) for part in PARTS)

@@ -4,15 +4,17 @@ and alive in a browser.
 
 import json
 import re
+from collections.abc import Callable
 from functools import partial
 from html.parser import HTMLParser
+from typing import Any
 
 import pytest
 import torch
 
 from lib.given.models.laws import BESIROGLU, HOFFMANN
 from lib.given.models.scaling import XXL, Bandwidths, FFNConfig
-from lib.given.parallel.pipeline import idle_share, most_kept, n_messages
+from lib.given.parallel.pipeline import Action, idle_share, most_kept, n_messages
 from lib.given.show.play.bands import SIMILARITIES, agreements, mean_promise
 from lib.given.show.play.bands import figure as bands_figure
 from lib.given.show.play.batching import figure as batching_figure
@@ -66,7 +68,7 @@ from tests.house.browsing import chromium, opener
 
 LINKS = {"within_host": 450e9, "across_hosts": 50e9, "devices_per_host": 8}
 MODELS = {"1.5B": FFNConfig(1600, 9600, 48), "7B": FFNConfig(4096, 24_704, 32)}
-SCHEDULES = {
+SCHEDULES: dict[str, Callable[[int, int, int], list[Action]]] = {
     "GPipe": gpipe_schedule,
     "1F1B": one_f_one_b_schedule,
     "interleaved, 2 chunks": partial(interleaved_schedule, n_chunks=2),
@@ -179,7 +181,7 @@ def test_the_still_and_the_start_are_states_that_exist(name):
 @every_figure
 def test_every_state_within_its_limits_has_a_picture_and_a_sentence(name):
     figure = FIGURES[name]
-    states = [{}]
+    states: list[dict[str, Any]] = [{}]
     for control in figure.controls:
         states = [{**state, control.name: place} for state in states for place in range(len(control.values))]
     for state in states:
@@ -282,8 +284,8 @@ def test_the_scales_sentence_counts_what_pytorchs_cast_does(name, exponent):
     assert f"{zero:.1%} of the numbers become 0" in text
     assert f"{beyond:.1%} saturate" in text
     masks = fates(x, 2.0**exponent, dtype, quantize)
-    assert int(sum(mask.int() for mask in masks.values()).min()) == 1
-    assert int(sum(mask.int() for mask in masks.values()).max()) == 1
+    assert int(torch.stack([*masks.values()]).sum(0).min()) == 1
+    assert int(torch.stack([*masks.values()]).sum(0).max()) == 1
 
 
 @pytest.mark.parametrize("steps", [0, 5, 10])

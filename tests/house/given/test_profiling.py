@@ -3,6 +3,7 @@
 import json
 import pickle
 from contextlib import suppress
+from typing import Any
 
 import matplotlib.pyplot as plt
 import pytest
@@ -34,7 +35,7 @@ def test_nsys_command_puts_the_program_last():
 
 @pytest.mark.parametrize("on_cuda", [False, True])
 def test_nvtx_range_closes_what_it_opens(monkeypatch, on_cuda):
-    calls = []
+    calls: list[Any] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: on_cuda)
     monkeypatch.setattr(torch.cuda.nvtx, "range_push", calls.append)
     monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: calls.append("pop"))

@@ -5,7 +5,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lib.given.parallel.sharding import HookedUnits
 from lib.ranks import pool
 from solutions.fsdp import FullySharded
 
@@ -30,9 +29,10 @@ class Model(nn.Module):
 
     def __init__(self, how: str = "never"):
         super().__init__()
-        self.blocks = nn.ModuleList(map(Block, range(3)))
+        blocks = [Block(n) for n in range(3)]
+        self.blocks = nn.ModuleList(blocks)
         self.scale, self.how = nn.Parameter(torch.ones(6)), how
-        for block in self.blocks:
+        for block in blocks:
             block.checkpoints = how == "inside of each unit"
 
     def forward(self, x: Tensor) -> Tensor:
@@ -47,7 +47,7 @@ class Model(nn.Module):
         return (x * self.scale).square().sum()
 
 
-def gradients(wrapped: HookedUnits, x: Tensor, how: str) -> list[Tensor]:
+def gradients(wrapped: FullySharded, x: Tensor, how: str) -> list[Tensor]:
     wrapped.zero_grad()
     loss = checkpoint(wrapped, x, use_reentrant=False) if how == "around the whole model" else wrapped(x)
     loss.backward()

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from lib.given.models.gpt2 import GPT2Config
 from lib.runs import train_gpt2, train_vit
 from lib.runs.engine import loop, tasks
 from lib.runs.engine.loop import Run
+from lib.runs.engine.mesh import Mesh
 from lib.runs.engine.options import KINDS
 
 PROGRAMS = {"vit": train_vit.main, "gpt2": train_gpt2.main}
@@ -50,8 +52,8 @@ def observe(command: str) -> dict[str, Any]:
     seen: list[dict[str, torch.Tensor]] = []
     backward = Run.backward
 
-    def watched(self: Run, *batch: torch.Tensor) -> torch.Tensor:
-        numbers = backward(self, *batch)
+    def watched(self: Run, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        numbers = backward(self, inputs, targets)
         seen.append(gradients(self) if len(seen) == self.options.steps - 1 else {})
         return numbers
 
@@ -72,20 +74,19 @@ def observe_all(rank: int, world_size: int, commands: list[str], folder: str) ->
 
     Runs with the same degrees share a mesh.
     """
-    results, make, meshes = [], loop.Mesh, {}
+    results: list[tuple[int, str]] = []
+    meshes: dict[tuple[int, ...], Any] = {}
 
     def one_mesh(options: Any, device: torch.device) -> Any:
         degrees = tuple(getattr(options, kind) for kind in KINDS)
-        return meshes.setdefault(degrees, None) or meshes.update({degrees: make(options, device)}) or meshes[degrees]
+        if degrees not in meshes:
+            meshes[degrees] = Mesh(options, device)
+        return meshes[degrees]
 
-    loop.Mesh = one_mesh
-    try:
-        with small_models():
-            for i, command in enumerate(commands):
-                found = observe(command)
-                torch.save(found["gradient"], Path(folder, f"{i}.{rank}"))
-                results.append((found["status"], found["said"]))
-                dist.barrier()  # the next run looks at the folder's lock, which rank 0 may still hold
-    finally:
-        loop.Mesh = make
+    with mock.patch.object(loop, "Mesh", one_mesh), small_models():
+        for i, command in enumerate(commands):
+            found = observe(command)
+            torch.save(found["gradient"], Path(folder, f"{i}.{rank}"))
+            results.append((found["status"], found["said"]))
+            dist.barrier()  # the next run looks at the folder's lock, which rank 0 may still hold
     return results

@@ -4,6 +4,7 @@ import contextlib
 import io
 import os
 import signal
+from typing import Any
 from unittest import mock
 
 import torch
@@ -65,11 +66,8 @@ def asked_and_resumed(
     def late(self, options, task, device, *more) -> None:
         init(self, options, task, torch.device("meta") if reads_late else device, *more)
 
-    Run.set_lr, Log.__init__ = ask, late
-    try:
+    with mock.patch.object(Run, "set_lr", ask), mock.patch.object(Log, "__init__", late):
         left = run_all(rank, world_size, here)
-    finally:
-        Run.set_lr, Log.__init__ = set_lr, init
     last = step + 2 + reads_late
     for status, said in left:
         assert status == STATUS, left
@@ -82,29 +80,26 @@ def run_compiled(rank: int, world_size: int, command: str) -> list[tuple[int, st
     the optimizer of DDP's graphs would be asked too.
     """
     whole = torch.compile
-    torch.compile = lambda function, **settings: whole(function, **{**settings, "backend": "eager"})
+    eager: Any = lambda function, **settings: whole(function, **{**settings, "backend": "eager"})
     try:
-        return run_all(rank, world_size, [command])
+        with mock.patch.object(torch, "compile", eager):
+            return run_all(rank, world_size, [command])
     finally:
-        torch.compile = whole
         tasks._compiled_functions.clear()
         torch._dynamo.reset()
 
 
 def run_fsdp(rank: int, world_size: int, commands: list[str]) -> list[tuple[int, str]]:
     """Each command; and how many tensors their strategies keep beside the model, which should be none."""
-    go, kept = Run.go, []
+    go, kept = Run.go, list[Any]()
 
     def go_and_look(self) -> bool:
         is_done = go(self)
         kept.extend(leaf for leaf in tree_leaves(list(vars(self.strategy).values())) if torch.is_tensor(leaf))
         return is_done
 
-    Run.go = go_and_look
-    try:
+    with mock.patch.object(Run, "go", go_and_look):
         return [*run_all(rank, world_size, commands), (len(kept), "")]
-    finally:
-        Run.go = go
 
 
 def divided_states(rank: int, world_size: int, length: int, dtype: torch.dtype) -> list[tuple[int, str]]:
@@ -121,7 +116,6 @@ def divided_states(rank: int, world_size: int, length: int, dtype: torch.dtype) 
     milestone("backward")
     found = torch.autograd.grad((piece * seed[:, mine]).sum(), [x, *net.parameters()])
     milestone("end")
-    found = list(found)
     for gradient in found:
         dist.all_reduce(gradient)
     exact = 1e-10 if dtype == torch.float64 else 1e-4
@@ -144,13 +138,11 @@ def run_until(rank: int, world_size: int, command: str, step: int) -> None:
             raise Killed
         return set_lr(self, now)
 
-    Run.set_lr = die
     try:
-        run_all(rank, world_size, [command])
+        with mock.patch.object(Run, "set_lr", die):
+            run_all(rank, world_size, [command])
     except Killed:
         return wait_for_all()
-    finally:
-        Run.set_lr = set_lr
     raise AssertionError(f"the run ended before step {step}")
 
 

@@ -8,6 +8,7 @@ import json
 import subprocess
 import tarfile
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,7 @@ from lib.runs.data.gathering import Seen, Source, clean, files, is_text
 from lib.runs.data.store import Document
 from lib.runs.engine.log import read_log
 from lib.runs.engine.options import parse
-from lib.runs.engine.sources import open_tokens
+from lib.runs.engine.sources import Tokens, open_tokens
 from lib.runs.flags import UsageError
 from lib.runs.serving import models
 from lib.runs.train_gpt2 import make_gpt2_parser
@@ -56,7 +57,7 @@ def tar_of(texts: dict[str, str]) -> bytes:
     return packed.getvalue()
 
 
-def put(folder: Path, texts: dict[str, str | bytes]) -> Path:
+def put(folder: Path, texts: Mapping[str, str | bytes]) -> Path:
     for name, text in texts.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -67,7 +68,7 @@ def put(folder: Path, texts: dict[str, str | bytes]) -> Path:
 @pytest.fixture
 def packages(monkeypatch):
     """Two packages that share a page, in place of apt's."""
-    trees = {
+    trees: dict[str, dict[str, str | bytes]] = {
         "guide": {f"usr/share/doc/guide/{i}.txt": words(i) for i in range(N)},
         "code": {"usr/src/a.py": words(900), "usr/src/copy.txt": words(3),
         "usr/src/more.tar.gz": tar_of({"x/b.c": words(901)})},
@@ -141,14 +142,14 @@ def test_broken_archives_are_left_out_and_the_others_are_read(tmp_path):
     whole, zipped = tar_of({"in/a.txt": words(1), "in/a.png": "no"}), io.BytesIO()
     with zipfile.ZipFile(zipped, "w") as archive:
         archive.writestr("b.py", words(2))
-    texts = {"good.tar.gz": whole, "c.txt.gz": gzip.compress(b"hello"), "z.zip": zipped.getvalue(), "plain.txt": "text"}
+    texts = {"good.tar.gz": whole, "c.txt.gz": gzip.compress(b"hello"), "z.zip": zipped.getvalue(), "d.txt": b"text"}
     broken = {
         "cut.tar.gz": whole[:60], "no.zip": b"PK", "no.tar.xz": b"\xfd7zXZ", "bad.txt.gz": b"\x1f\x8bno",
         "cut.txt.gz": gzip.compress(b"x" * 99)[:-9],
     }  # fmt: skip
     put(tmp_path, texts | broken)
     found = dict(files(tmp_path))
-    assert set(found) == {"good.tar.gz/in/a.txt", "c.txt.gz", "z.zip/b.py", "plain.txt"}
+    assert set(found) == {"good.tar.gz/in/a.txt", "c.txt.gz", "z.zip/b.py", "d.txt"}
     assert found["c.txt.gz"] == b"hello"
     assert found["good.tar.gz/in/a.txt"].decode() == words(1)
 
@@ -268,6 +269,7 @@ def test_a_run_evaluates_the_held_out_tokens(made, tmp_path):
     n_held = facts["held_out_tokens"] * n // facts["tokens"] // 4 * 4
     tokens = open_tokens(options, 512, 16)
     assert tokens.n == n
+    assert isinstance(tokens, Tokens)
     assert tokens.codec is not None
     assert tokens.codec.decode(tokens.tokens[:200].tolist()) in corpus.END.join(decoded(made)[0])
     assert (n - n_held) * 16 > facts["tokens"] - facts["held_out_tokens"] - 16, "no window of what is trained on"

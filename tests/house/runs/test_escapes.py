@@ -12,6 +12,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -203,7 +204,7 @@ def behind(tmp_path_factory):
             patch.setenv("SECRET", "42")
             return guarded.run_behind(prefix, program, stdin, timeout_s)
 
-    run.guard = guard
+    vars(run)["guard"] = guard
     return run
 
 
@@ -334,7 +335,7 @@ def test_a_right_program_passes(verdicts):
 @pytest.mark.skipif(os.geteuid() != 0, reason="these tests run without root's rights already: all above shows it")
 def test_the_caller_may_be_anybody():
     """Without root's rights the box is the same."""
-    who = {"user": 1234, "group": 1234, "extra_groups": []}
+    who: dict[str, Any] = {"user": 1234, "group": 1234, "extra_groups": []}
     system = "/usr/bin/python3"  # that of the tests may be in root's own folders
     command = [system, "-I", "-S", "-", "--", system, "-I", "-c", "import os; print(os.getuid(), os.listdir('/tmp'))"]
     done = subprocess.run(command, input=programs.BOX.read_bytes(), cwd="/var/tmp", capture_output=True, **who)

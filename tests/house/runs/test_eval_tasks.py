@@ -1,6 +1,7 @@
 """Questions during training: the log has what the checkpoint of the same step would get, on any number of ranks."""
 
 import json
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ RUN = "--batch 4 --steps 4 --lr 1e-2 --quiet"
 @pytest.fixture
 def tasks(tmp_path):
     rows = [{"query": f"{i} is", "choices": ["odd", "even"], "gold": (i + 1) % 2} for i in range(40)]
-    (tmp_path / "parity.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "parity.jsonl").write_text("\n".join(json.dumps(one) for one in rows))
     (tmp_path / "page.txt").write_text("An expression statement evaluates an expression. " * 9)
     return tmp_path / "parity.jsonl", tmp_path / "page.txt"
 
@@ -75,10 +76,13 @@ def test_two_ranks_log_what_one_does(tmp_path, tasks):
 )
 def test_what_cannot_be_asked_is_refused_before_the_run(tmp_path, capsys, flags, said):
     row = {"query": "q", "choices": ["x" * 40, "b"], "gold": 1}
-    kinds = {"written": [{"query": "q", "answer": "5"}], "few": [row | {"query": f"{i}"} for i in range(3)],
-             "long": [row | {"query": f"{i}"} for i in range(9)]}  # fmt: skip
+    kinds: dict[str, list[dict[str, Any]]] = {
+        "written": [{"query": "q", "answer": "5"}],
+        "few": [row | {"query": f"{i}"} for i in range(3)],
+        "long": [row | {"query": f"{i}"} for i in range(9)],
+    }
     for name, rows in kinds.items():
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(json.dumps(one) for one in rows))
     words = f"{RUN} --length 32 {flags} --checkpoint {tmp_path / 'kept'}".replace("FOLDER", str(tmp_path)).split()
     assert programs.PROGRAMS["gpt2"](words) == 2
     error = capsys.readouterr().err

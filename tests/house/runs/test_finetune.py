@@ -29,6 +29,7 @@ from lib.runs.engine.signals import STATUS
 from lib.runs.flags import UsageError
 from lib.runs.serving import models
 from lib.runs.serving.chat import ChatTemplate
+from lib.runs.serving.text import FileTokenizer
 from lib.runs.tuning import base, conversations, templates
 from lib.runs.tuning.task import TuneOptions, TuneRun, TuneTask
 from lib.training import AdamW, clip_gradient_norm_
@@ -88,7 +89,9 @@ def tune(place: Path, out: str, words: str) -> Path:
 
 def prepared(place: Path, out: str, words: str) -> TuneRun:
     with ExitStack() as held:
-        return prepare(parse(finetune.make_parser(), flags(place, out, words), TuneOptions), TuneTask, held, TuneRun)
+        run = prepare(parse(finetune.make_parser(), flags(place, out, words), TuneOptions), TuneTask, held, TuneRun)
+    assert isinstance(run, TuneRun)
+    return run
 
 
 def losses(folder: Path) -> list[float]:
@@ -172,7 +175,7 @@ def test_what_is_served_is_what_was_trained(messages, tmp_path):
     """The template that is exported writes, up to an answer, the tokens that the model was trained on."""
     template, contents = book_template()
     (tmp_path / "tokenizer.json").write_text(json.dumps(contents))
-    served = models.FileTokenizer(str(tmp_path / "tokenizer.json"))
+    served = FileTokenizer(str(tmp_path / "tokenizer.json"))
     while messages[-1]["role"] != "user":
         messages = messages[:-1]
     text = ChatTemplate(templates.JINJA, {}).render(messages)
@@ -499,7 +502,7 @@ def test_transformers_and_the_server_load_what_comes_out(place, model, method):
 
 def test_a_tied_llama_stays_tied(place, tmp_path):
     torch.manual_seed(0)
-    model = Llama(LLAMA)
+    model: Any = Llama(LLAMA)
     model.output.weight = model.tok_embeddings.weight
     tensors, settings = export.llama_for_transformers(model.state_dict(), LLAMA)
     del tensors["lm_head.weight"]

@@ -11,6 +11,8 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -86,7 +88,7 @@ def test_a_refused_run_writes_nothing(capsys, tmp_path):
 def test_a_checkpoint_without_the_digest_can_still_be_continued(tmp_path):
     run = {"data": "words.txt", "contents of the data": "abc"}
     given = {"checkpoint": tmp_path, "checkpoint_flag": "--checkpoint", "steps": 9, "data": "words.txt"}
-    options = type("Options", (), given)
+    options: Any = SimpleNamespace(**given)
     state.check_same_run(options, {"step": 3, "run": {"data": "words.txt"}}, run)
     with pytest.raises(ValueError, match="digest def, now abc"):
         state.check_same_run(options, {"step": 3, "run": run | {"contents of the data": "def"}}, run)
@@ -94,7 +96,7 @@ def test_a_checkpoint_without_the_digest_can_still_be_continued(tmp_path):
 
 def test_another_runs_tokenizer_does_not_stay_beside_a_model(tmp_path):
     def codec(n_tokens, merges):
-        return Codec(encode=list, decode=str, n_tokens=n_tokens, merges=merges)
+        return Codec(encode=lambda text: list(map(ord, text)), decode=str, n_tokens=n_tokens, merges=merges)
 
     export.write(tmp_path, ({}, {}), codec(257, [(b"a", b"b")]))
     theirs = (tmp_path / "tokenizer.json").read_bytes()

@@ -2,6 +2,7 @@
 
 import gzip
 import struct
+from typing import Any
 
 import numpy as np
 import pytest
@@ -70,7 +71,7 @@ def options(folder, *more):
 def test_the_test_split_is_held_out_and_never_trained_on(made):
     folder, found = made
     run = prepare(options(folder, "--eval-every", "1"), ViTTask)
-    source = run.task.source
+    source: Any = run.task.source
     assert (source.n, source.n_held_out) == (60, 20)
     assert source.pictures[:60, 0].tolist() == found["train"][0].tolist()
     assert source.pictures[60:, 0].tolist() == found["test"][0].tolist()
@@ -109,7 +110,7 @@ def test_a_class_that_only_the_test_has_gets_a_logit(tmp_path):
 
 
 def test_without_evaluation_the_test_split_is_not_read(made):
-    source = prepare(options(made[0]), ViTTask).task.source
+    source: Any = prepare(options(made[0]), ViTTask).task.source
     assert (source.n, source.n_held_out, len(source.pictures)) == (60, 0, 60)
 
 

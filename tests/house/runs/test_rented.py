@@ -11,10 +11,12 @@ import sys
 import time
 import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch.distributed.run import get_args_parser
 
+from lib.given.models.gpus import GPUS
 from lib.runs.rent import modal_train, remote
 
 SBATCH = Path(remote.__file__).with_name("slurm.sbatch")
@@ -371,7 +373,7 @@ def test_a_program_that_mpi_joins_is_started_by_mpiexec(machine):
 def test_the_dry_run_says_everything_and_imports_no_modal(capsys):
     assert modal_train.main(["--dry-run", "--gpu", "H200", "--count", "4", "--hours", "2", "--", *TRAIN]) == 0
     out = capsys.readouterr().out
-    price = 4 * next(card.dollars_per_hour for card in modal_train.GPUS if card.name == "H200")
+    price = 4 * next(card.dollars_per_hour for card in GPUS if card.name == "H200")
     for word in (
         "pyproject",
         "4 x H200",
@@ -433,7 +435,7 @@ def test_the_container_that_is_taken_away_asks_its_program_to_leave_first(tmp_pa
         f" lambda: pathlib.Path({str(tmp_path)!r}, 'kept').write_text(str(pathlib.Path({str(tmp_path)!r}, "
         "'saved').exists())))"
     )
-    run = {"cwd": remote.ROOT, "stderr": subprocess.DEVNULL, "start_new_session": True}
+    run: dict[str, Any] = {"cwd": remote.ROOT, "stderr": subprocess.DEVNULL, "start_new_session": True}
     with subprocess.Popen([sys.executable, "-c", here], **run) as container:
         try:
             until = time.monotonic() + 60
@@ -461,7 +463,7 @@ class Recorder:
 
 
 def test_the_app_asks_modal_for_what_the_plan_says(monkeypatch):
-    calls = []
+    calls: list[Any] = []
     module = types.ModuleType("modal")
     module.__getattr__ = lambda name: Recorder(calls, name)
     monkeypatch.setitem(sys.modules, "modal", module)

@@ -13,6 +13,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -286,7 +287,7 @@ def test_torchrun_that_is_asked_to_leave_lets_its_ranks_save_first(tmp_path):
         "--device",
         "cpu",
     ]
-    out = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    out: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with subprocess.Popen([*program, "--quiet", *here], cwd=ROOT, env=environment(), **out) as process:
         try:
             while process.poll() is None and len(read_log(log)) < 10:
@@ -310,7 +311,7 @@ def test_torchrun_that_is_asked_to_leave_lets_its_ranks_save_first(tmp_path):
 @pytest.mark.skipif(sys.platform == "win32", reason="no MPI wheel for Windows: use WSL")
 def test_mpiexec_starts_the_ranks_and_each_says_what_is_wrong(tmp_path):
     program = [mpiexec(), "-n", "2", sys.executable, "-m", "lib.runs.train_vit", "--quiet", "--device", "cpu"]
-    run = {"cwd": ROOT, "env": environment(), "capture_output": True, "text": True, "timeout": 90}
+    run: dict[str, Any] = {"cwd": ROOT, "env": environment(), "capture_output": True, "text": True, "timeout": 90}
     done = subprocess.run([*program, *VIT.split()[1:], "--strategy", "ddp", "--log", str(tmp_path / "mpi")], **run)
     assert done.returncode == 0, done.stderr
     train(f"{VIT} --log {tmp_path / 'alone'}")

@@ -11,6 +11,7 @@ import sys
 import types
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -113,7 +114,8 @@ def test_low_precision_and_compiled_models_are_evaluated_too(tmp_path, words):
     "command", [VIT, f"gpt2 --batch 4 --length 16 --data synthetic --items 30 {LOOK} --held-out 0.3"]
 )
 def test_what_is_held_out_is_never_trained_on_and_evaluated_once_each_time(monkeypatch, command):
-    trained, evaluated, fetch, passes = [], [], Run.fetch, []
+    trained, evaluated, passes = list[Any](), list[Any](), list[Any]()
+    fetch = Run.fetch
 
     def watched(self, numbers):
         is_training = self.strategy.loss.training
@@ -231,6 +233,7 @@ def test_transformers_loads_what_was_trained_with_the_same_logits(tmp_path, word
     padded = replace(gpt2_models.TINY, context_len=16, padded_vocab_size=gpt2.pad_vocab(gpt2_models.TINY.vocab_size))
     models = {"gpt2": gpt2.GPT2(padded), "llama": llama.Llama(replace(llama_models.TINY, context_len=16))}
     tokens = torch.randint(512, (2, 16), generator=torch.Generator().manual_seed(0))
+    model: Any
     for name, model in models.items():
         train(f"{name} {command} --checkpoint {tmp_path / name} --export {tmp_path / name}.x")
         for part in ("", "best"):
@@ -281,7 +284,13 @@ def test_a_vit_is_exported_in_timms_layout_with_the_same_logits(tmp_path):
     model.load_state_dict(state.read_model(tmp_path / "ck"))
     ours = vit.convert_timm_state_dict(tensors, TINY)
     assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in ours.items())
-    sizes = {"image_size": 8, "patch_size": 2, "num_channels": 1, "hidden_size": 64, "num_hidden_layers": 4}
+    sizes: dict[str, Any] = {
+        "image_size": 8,
+        "patch_size": 2,
+        "num_channels": 1,
+        "hidden_size": 64,
+        "num_hidden_layers": 4,
+    }
     sizes |= {"num_attention_heads": 4, "intermediate_size": 128, "num_labels": 10, "layer_norm_eps": 1e-6}
     theirs = ViTForImageClassification(TheirConfig(**sizes)).eval()
     theirs.load_state_dict({hf_names(TINY)[name]: tensor for name, tensor in ours.items()})
@@ -361,7 +370,7 @@ def test_weights_and_biases_gets_every_line_where_it_is_asked_to(monkeypatch, tm
         def finish(self):
             self.is_finished = True
 
-    fake = types.ModuleType("wandb")
+    fake: Any = types.ModuleType("wandb")
     fake.__spec__ = importlib.machinery.ModuleSpec("wandb", None)
     fake.init = Fake
     monkeypatch.setitem(sys.modules, "wandb", fake)

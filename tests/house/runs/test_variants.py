@@ -2,6 +2,7 @@
 greedy tokens, or one line that names what is not supported."""
 
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -37,7 +38,7 @@ def turned(scaling, theta):
     return {FULL: scaling | {"rope_theta": theta}, SLIDING: {"rope_type": "default", "rope_theta": 10_000.0}}
 
 
-CASES = {
+CASES: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 16},
     "qwen3 tied, stretched": {"head_dim": 8, "tie_word_embeddings": True, "rope_parameters": YARN},
     "qwen3 with windows": {"head_dim": 16, "use_sliding_window": True, "max_window_layers": 1, "sliding_window": 7},
@@ -59,7 +60,7 @@ CASES = {
         "linear_conv_kernel_dim": 3,
     },
 }  # fmt: skip
-THEIRS = {
+THEIRS: dict[str, tuple[Any, Any]] = {
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
     "olmo3": (transformers.Olmo3Config, transformers.Olmo3ForCausalLM),
     "gemma2": (transformers.Gemma2Config, transformers.Gemma2ForCausalLM),
@@ -125,7 +126,7 @@ def test_a_served_folder_gives_transformers_greedy_tokens(saved):
     prompts = [text[:1], text[:8], text[3:30], text, [*text[:9], 7]]
     engine = PrefixEngine(load(folder).model, Scheduler(max_tokens=13, n_blocks=31, block_size=4))
     requests = [Request(prompt, 12) for prompt in prompts]
-    found = {id(request): [] for request in requests}
+    found: dict[int, list[int]] = {id(request): [] for request in requests}
     for request in requests:
         engine.submit(request)
     while engine.is_busy:
@@ -342,7 +343,7 @@ def test_weights_that_are_not_the_models_are_one_line(folders, tmp_path):
 
 
 def test_a_configuration_says_what_does_not_fit():
-    sizes = {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 8}
+    sizes: dict[str, Any] = {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 8}
     for change, named in (
         ({"norms": "around"}, "around"), ({"activation": "relu"}, "relu"), ({"layer_types": [FULL]}, "layer_types"),
         ({"layer_types": [FULL, "latent"]}, "latent"), ({"n_kv_heads": 3}, "3"), ({"n_heads": 3}, "n_heads = 3"),

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -91,10 +92,11 @@ def test_the_exported_model_is_the_one_with_rewards_and_can_chat(way):
     served = load(str(way / "export"), None, None, torch.float32, torch.device("cpu"))
     text = served.template.render([{"role": "user", "content": "1+2="}])
     assert text == "<|bos|><|user_start|>1+2=<|user_end|><|assistant_start|>"
-    ids = served.tokenizer.encode_rendered(text)
-    assert served.tokenizer.theirs.decode(ids, skip_special_tokens=False) == text
-    (end,) = served.tokenizer.end_ids
-    assert served.tokenizer.added[end] == "<|assistant_end|>"
+    tokenizer: Any = served.tokenizer
+    ids = tokenizer.encode_rendered(text)
+    assert tokenizer.theirs.decode(ids, skip_special_tokens=False) == text
+    (end,) = tokenizer.end_ids
+    assert tokenizer.added[end] == "<|assistant_end|>"
     assert not any(path.name == "checkpoint.pt" for path in (way / "export").iterdir())
 
 

@@ -2,8 +2,8 @@
 and how long the others wait.
 """
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 from lib.given.show.play.player import Control, Figure, layer
 from lib.given.show.play.svg import boxes, label, number, rect, tag
@@ -24,7 +24,7 @@ ALT = (
     "a row for each rank: the pair of K and V "
     "that it uses, the pair that is on its way to it, and how much it has to compute in this step."
 )
-Indices = Callable[[int, int, int], Sequence[int]]
+Indices = Callable[[int, int, int], Iterable[Any]]
 
 
 class Tile(NamedTuple):

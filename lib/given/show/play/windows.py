@@ -1,6 +1,6 @@
 """Attention position by position: which keys each variant sees, and what its cache holds meanwhile."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +21,7 @@ ALT = (
     "A triangle of queries by keys, in which the keys that the newest query sees are bright. "
     "Beside it, the slots of the cache with the position that each of them holds."
 )
-Mask = Callable[[int, int, int | None], Sequence[Any]]
+Mask = Callable[[int, int, int | None], Iterable[Any]]
 Bytes = Callable[..., int]
 
 
