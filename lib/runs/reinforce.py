@@ -114,7 +114,7 @@ def _add_update(parser: Parser) -> None:
     update.add_argument("--floor", type=share, default=0.0, help="smallest weight with --correction mask")
     update.add_argument("--kl-coef", type=share, default=0.0, help="of the divergence from the model at the beginning")
     update.add_argument("--lr", type=share, help="AdamW's; default: 5e-4 for tiny, 1e-5 for small, else 1e-6")
-    update.add_argument("--lr-warmup", type=whole(0), default=15,
+    update.add_argument("--lr-warmup", type=whole(0), default=10,
                         help="steps in which the rate rises to --lr: AdamW's first steps are mostly noise")  # fmt: skip
     update.add_argument("--clip", type=positive, default=1.0, help="largest norm of the gradient")
     update.add_argument("--micro-batch", type=whole(1), default=16, help="responses that are trained on at a time")

@@ -11,8 +11,8 @@ from lib.given.show.plots import COLOURS, show
 HOW_TO_READ = (
     "A band is Student's interval of 95 % for the mean over seeds. A curve without a band is a single run, which does "
     "not say how far another seed would be from it. Rewards are those of sampled answers, and held-out questions are "
-    "answered greedily. Sampler and trainer take turns on one device, so each is idle while the other works. On a CPU, seconds "
-    "far above the CPU seconds show that other programs used it too; the rates in tokens/s are then too low."
+    "answered greedily. Sampler and trainer take turns on one device, so each is idle while the other works. On a CPU, "
+    "seconds far above the CPU seconds show that other programs used it too, and the tokens/s are then too low."
 )
 LAST = 10
 """Steps at the end of a run whose answers are sorted by what was wrong with them."""
