@@ -157,6 +157,8 @@ def policy_loss(log_probs: Float[Tensor, "n t"], old_log_probs: Float[Tensor, "n
 
     Source: PPO (arXiv:1707.06347), equation 7; GSPO (arXiv:2507.18071), equations 7 and 13; DAPO (arXiv:2503.14476)
         for two limits.
+    Convention: verl also keeps log-ratios from -20 to 20 (a response's: below 10), and by default bounds the loss of
+        a negative advantage by -3 A (dual clip). Neither is in the equations, and both hide a ratio that has exploded.
     """
     raise NotImplementedError("Exercise 29.5: write policy_loss")
 
@@ -219,6 +221,8 @@ def agg_loss(loss_mat: Float[Tensor, "n t"], loss_mask: Tensor, loss_agg_mode: s
         ValueError: another ``loss_agg_mode``; the message shows it. Or ``dp_size`` is above 1 and the count that the
             mode needs, ``batch_num_tokens`` or ``global_batch_size``, is None; the message names it.
             ``loss_scale_factor`` may always be None.
+
+    Convention: the names and meanings are verl's, whose means are NaN if no token counts.
     """
     raise NotImplementedError("Exercise 29.7: write agg_loss")
 

@@ -72,6 +72,8 @@ def read(folder: Path, price: float | None) -> dict[str, Any]:
         "train_tokens": round(sum(line["train_tokens_per_s"] * (1 - line["train_idle"]) * line["seconds"]
                                   for line in lines)),
         "seconds": seconds,
+        "cpu_seconds": sum(line["cpu_seconds"] for line in lines),
+        "device": lines[-1]["device"],
         "dollars": None if price is None else seconds / 3600 * price,
         **energy(folder / "power.csv", seconds),
     }  # fmt: skip

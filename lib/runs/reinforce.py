@@ -8,6 +8,9 @@ Each step asks a few questions of the task, samples a group of responses to each
 model towards the better ones. The folder gets log.jsonl, a checkpoint, and at the end the model, which lib.runs.serve
 and lib.runs.evaluate load. A run that finds a checkpoint there continues from it.
 
+If the reward falls from the start, noise moves the weights more than the rewards do: ask for more --prompts, a smaller
+--lr or a longer --lr-warmup. Expect dozens of steps before it rises; chapter 29 shows a recorded run.
+
 On several ranks (torchrun --nproc-per-node 2 -m lib.runs.reinforce ...) rank 0 trains, and the others sample. With
 --lag 1 they do so at the same time.
 """
@@ -42,7 +45,7 @@ from lib.runs.serving.models import weight_bytes
 PROGRAM = "python -m lib.runs.reinforce"
 MEMORY_FLAGS = ("--micro-batch", "--at-once", "--new-tokens", "--model")
 DEFAULTS = {
-    "tiny": {"lr": 1e-4, "warm": 150, "warm_lr": 3e-3, "new_tokens": 40},
+    "tiny": {"lr": 5e-4, "warm": 150, "warm_lr": 3e-3, "new_tokens": 40},
     "small": {"lr": 1e-5, "warm": 300, "warm_lr": 1e-3, "new_tokens": 64},
     "": {"lr": 1e-6, "warm": 0, "warm_lr": 1e-5, "new_tokens": 128},
 }
@@ -82,7 +85,7 @@ def _add_what(parser: Parser) -> None:
 
 def _add_rollouts(parser: Parser) -> None:
     rollouts = parser.add_argument_group("rollouts")
-    rollouts.add_argument("--prompts", type=whole(1), default=8, help="questions of a step")
+    rollouts.add_argument("--prompts", type=whole(1), default=32, help="questions of a step")
     rollouts.add_argument("--group", type=whole(2), default=8, help="responses to each question")
     rollouts.add_argument(
         "--new-tokens", type=whole(1), help="of a response at most; default: 40 for tiny, 64 for small, else 128"
@@ -110,7 +113,9 @@ def _add_update(parser: Parser) -> None:
     update.add_argument("--cap", type=positive, default=2.0, help="largest weight")
     update.add_argument("--floor", type=share, default=0.0, help="smallest weight with --correction mask")
     update.add_argument("--kl-coef", type=share, default=0.0, help="of the divergence from the model at the beginning")
-    update.add_argument("--lr", type=share, help="AdamW's; default: 1e-4 for tiny, 1e-5 for small, else 1e-6")
+    update.add_argument("--lr", type=share, help="AdamW's; default: 5e-4 for tiny, 1e-5 for small, else 1e-6")
+    update.add_argument("--lr-warmup", type=whole(0), default=10,
+                        help="steps in which the rate rises to --lr: AdamW's first steps are mostly noise")  # fmt: skip
     update.add_argument("--clip", type=positive, default=1.0, help="largest norm of the gradient")
     update.add_argument("--micro-batch", type=whole(1), default=16, help="responses that are trained on at a time")
     update.add_argument("--precision", choices=("float32", "tf32", "bf16"), default="float32",
@@ -121,7 +126,8 @@ def _add_run(parser: Parser) -> None:
     run = parser.add_argument_group("run")
     run.add_argument("--steps", type=whole(1), default=100, help="of the whole run, those before a restart included")
     run.add_argument("--eval-every", type=whole(1), default=10, help="steps between evaluations")
-    run.add_argument("--eval-questions", type=whole(1), default=100, help="held-out ones; fewer if the task has fewer")
+    run.add_argument("--eval-questions", type=whole(1), default=100,
+                     help="held-out ones, answered greedily; fewer if the task has fewer")  # fmt: skip
     run.add_argument("--save-every", type=whole(1), default=10, help="steps between checkpoints")
     run.add_argument("--seed", type=whole(0, 2**31 - 1), default=0)
     run.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")

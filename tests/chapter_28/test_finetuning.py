@@ -16,6 +16,7 @@ from lib.workbook.grading import case, expect_close, expect_equal, expect_raises
 from solutions.llama import LLAMA_2_7B, LLAMA_2_70B, Llama, LlamaConfig, count_parameters
 from solutions.low_precision import Int4Linear, pack_int4, unpack_int4
 from tests.inputs import randn
+from tests.verls import verls
 
 ft = graded("finetuning")
 
@@ -1014,6 +1015,25 @@ def test_kl_penalty_values_and_gradients(name):
     expect_close(found.detach(), VALUES[name[:2]](d), read=KL)
     slope = SLOPES["k2" if name.endswith("+") else name](d)
     expect_close(torch.autograd.grad(found.sum(), logprob)[0], slope, name="gradient", read=KL)
+
+
+def test_kl_penalty_equals_verls():
+    logprob, reference = (randn(3, 8, seed=n, dtype=torch.float64) / 2 for n in (0, 1))  # verl clamps k3 to 10
+    names = ("k1", "k2", "k3", "k1+", "k2+", "k3+")
+
+    def found(kl_penalty, name: str) -> torch.Tensor:
+        x = logprob.clone().requires_grad_()
+        values = kl_penalty(x, reference, name)
+        return torch.stack([values.detach(), *torch.autograd.grad(values.sum(), x)])
+
+    def theirs() -> torch.Tensor:
+        return torch.stack([found(verls().algos.kl_penalty, name) for name in names])
+
+    for name, (values, gradient) in zip(names, recorded("verl_kl_penalty", theirs, needs="verl"), strict=True):
+        case(f"24 positions, float64, {name!r}")
+        ours = found(ft.kl_penalty, name)
+        expect_close(ours[0], values, name="values", read=KL)
+        expect_close(ours[1], gradient, name="gradient", read=KL)
 
 
 def test_kl_penalty_default_and_precision():

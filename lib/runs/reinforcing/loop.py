@@ -3,6 +3,7 @@
 import argparse
 import copy
 import sys
+import time
 from collections import deque
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,7 @@ from lib.training import AdamW
 LOG = "log.jsonl"
 HOW = ("task", "difficulty", "prompts", "group", "new_tokens", "temperature", "lag", "updates", "algorithm", "level",
        "normalize_by_std", "loss_agg_mode", "loss_scale_factor", "clip_low", "clip_high", "correction", "cap", "floor",
-       "kl_coef", "format_weight", "lr", "clip", "warm", "precision", "sampler_dtype", "seed")  # fmt: skip
+       "kl_coef", "format_weight", "lr", "lr_warmup", "clip", "warm", "precision", "sampler_dtype", "seed")  # fmt: skip
 """Settings that must not change when a run is resumed."""
 
 
@@ -127,9 +128,11 @@ class Run:
     def step(self, step: int, log: Log) -> dict[str, Any]:
         """Sample what the lag allows, update with the oldest batch; what the log says of the step."""
         begin, sent = clock(self.device), (self.sampler.weight_bytes, self.sampler.weight_seconds)
+        cpu_seconds = time.process_time()
         self.sample(step)
         between = clock(self.device)
         batch = self.pending.popleft()
+        lr = self.set_rate(step)
         trained = self.train(batch)
         end = clock(self.device)
         sampled, busy = self.sampler.spent()
@@ -142,12 +145,23 @@ class Run:
         if hasattr(log.bar, "set_postfix"):
             log.bar.set_postfix(reward=f"{batch['stats']['reward']:.3f}", length=f"{batch['stats']['length']:.1f}")
         return trained | batch["stats"] | rates(sampled, busy, n_train, end - between, end - begin) | {
-            "lr": self.o.lr,
+            "lr": lr,
             "lag": step * self.o.updates - batch["version"],
             "weight_bytes": self.sampler.weight_bytes - sent[0],
             "weight_seconds": self.sampler.weight_seconds - sent[1],
-            "memory_peak_bytes": memory_peak_bytes(self.device),
+            "cpu_seconds": time.process_time() - cpu_seconds,  # far below "seconds" where others use the processor
+            "device": self.device.type, "memory_peak_bytes": memory_peak_bytes(self.device),
         }  # fmt: skip
+
+    def set_rate(self, step: int) -> float:
+        """Set the learning rate of a step, which rises linearly at first, and return it.
+
+        AdamW's first steps have little to average over: they move every weight by about the whole rate.
+        """
+        lr = self.o.lr * min(1.0, (step + 1) / max(1, self.o.lr_warmup))
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        return lr
 
     def sample(self, step: int) -> None:
         """Roll out the batches up to the one that is the lag ahead."""

@@ -66,7 +66,7 @@ def _write_record(path: Path, values: dict[str, "Tensor"]) -> None:
     from safetensors.torch import save_file
 
     versions = {}
-    for package in ("torch", "transformers", "tokenizers", "tiktoken", "peft"):
+    for package in ("torch", "transformers", "tokenizers", "tiktoken", "peft", "verl"):
         try:
             versions[package] = version(package)
         except PackageNotFoundError:

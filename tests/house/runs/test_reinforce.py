@@ -97,7 +97,8 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(tmp_path, monkeypatch, more)
     assert run(tmp_path / "cut", *settings) == 0
     ours, theirs = weights(tmp_path / "cut"), weights(tmp_path / "whole")
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    timed = {"seconds", "memory_peak_bytes", "rollout_idle", "train_idle", "rollout_tokens_per_s", "train_tokens_per_s"}
+    timed = {"seconds", "cpu_seconds", "memory_peak_bytes", "rollout_idle", "train_idle", "rollout_tokens_per_s",
+             "train_tokens_per_s"}  # fmt: skip
     logs = [[{k: v for k, v in line.items() if k not in timed} for line in steps_of(tmp_path / out)]
             for out in ("cut", "whole")]  # fmt: skip
     assert logs[0] == logs[1]
@@ -132,9 +133,10 @@ def test_the_reward_rises_from_chance_and_falls_if_its_sign_is_wrong(tmp_path, m
 def test_with_a_lag_the_sampler_has_the_weights_before_the_last_step(tmp_path):
     for lag in ("0", "1"):
         assert run(tmp_path / lag, "--steps", "3", "--lr", "1e-2", "--format-weight", "0", "--kl-coef", "0.5",
-                   "--lag", lag) == 0  # fmt: skip
+                   "--lr-warmup", "4", "--lag", lag) == 0  # fmt: skip
     in_step, late = steps_of(tmp_path / "0"), steps_of(tmp_path / "1")
     assert [line["lag"] for line in in_step] == [0, 0, 0]
+    assert [line["lr"] for line in in_step] == pytest.approx([1e-2 / 4, 1e-2 / 2, 1e-2 * 3 / 4])
     assert [line["lag"] for line in late] == [0, 1, 1]
     assert max(line["drift"] for line in in_step) < 1e-5
     for line in in_step + late:
