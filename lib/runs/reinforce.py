@@ -9,7 +9,7 @@ model towards the better ones. The folder gets log.jsonl, a checkpoint, and at t
 and lib.runs.evaluate load. A run that finds a checkpoint there continues from it.
 
 If the reward falls from the start, noise moves the weights more than the rewards do: ask for more --prompts, a smaller
---lr or a longer --lr-warmup. Expect dozens of steps before it rises; chapter 29 shows a recorded run.
+--lr or a longer --lr-warmup. Expect dozens of steps before it rises; chapter 29 shows recorded runs.
 
 On several ranks (torchrun --nproc-per-node 2 -m lib.runs.reinforce ...) rank 0 trains, and the others sample. With
 --lag 1 they do so at the same time.

@@ -5,7 +5,7 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 
-from lib.given.data.record import MEASUREMENTS, load, where
+from lib.given.data.record import where
 from lib.given.show.plots import COLOURS, show
 
 HOW_TO_READ = (
@@ -19,11 +19,8 @@ LAST = 10
 Row = list[str]
 
 
-def show_runs() -> str:
-    """Draw the recorded runs and return their tables as Markdown; a line that says how to record some if none are."""
-    if not (MEASUREMENTS / "reinforce.json").exists():
-        return "Longer runs have not been recorded yet; `python -m lib.bench.reinforce` records yours."
-    measured = load("reinforce")
+def show_runs(measured: dict[str, Any]) -> str:
+    """Draw recorded runs and return their tables as Markdown."""
     draw(measured["results"])
     return tables(measured)
 
