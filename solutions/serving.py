@@ -579,18 +579,19 @@ def fill_static_inputs(
         inputs: Buffers (given) of N rows, int64: ``tokens``, ``positions``, ``slots`` and ``lengths`` ``[N]``, and
             ``tables`` ``[N, M]``. They still hold the rows of the step before.
         cache: A ``PagedCache``, which has the blocks that the step needs.
-        sequences: Ids of B sequences, all different. Each is as long in all layers, and fits into M blocks.
+        sequences: Ids of B sequences, all different. A sequence has one length in all layers, and fits into M blocks.
         tokens: The next token of each.
 
     Returns:
         Nothing.
 
-        - Row i takes the token of ``sequences[i]``, its position, its slot (from ``find_slots``), its length and its
-          table, as they are for the step. The length counts the new position.
-        - Rows B to N - 1 are padding: a slot of -1, into which a step writes nothing, and a length of 0. Their other
-          numbers are not used, but the model looks them up: 0 is a valid token, position and block.
-        - Each sequence is one position longer in all layers of the cache.
-        - Every buffer keeps its address, its shape and its dtype; only its numbers change.
+        - Row i takes the token of ``sequences[i]``, its position, its slot (from ``find_slots``), its length, which
+          counts the new position, and its table, which has a block for it.
+        - Rows B to N - 1 are padding: a slot of -1, so that the step writes nothing, and a length of 0. Their other
+          numbers change no result, but the model looks them up, so they must be valid; 0 always is.
+        - In ``cache.lengths`` each sequence is one position longer in all layers, before any key is written.
+        - Every buffer keeps its address, its shape and its dtype; only its numbers change. One copy a buffer is enough;
+          on a GPU each write of a single number would be a launch of its own.
 
     Raises:
         ValueError: There are more sequences than rows. The message has both numbers, and nothing has changed.

@@ -10,6 +10,7 @@ import psutil
 import pytest
 import torch
 
+from lib.fast.serving import Runner
 from lib.given.models.gpt2 import GPT2Config
 from lib.given.models.llama import LlamaConfig
 from lib.given.models.variants import variant_of
@@ -45,7 +46,7 @@ def test_two_ranks_give_the_tokens_of_one_with_shared_blocks_forks_preemption_an
 
 def test_an_engine_is_not_used_again_after_rank_0_has_left_a_pass(monkeypatch):
     engine = divided.Leader(divided_program.make_model(), Scheduler(16, 8, 4), [])
-    for place, is_torn in ((PrefixEngine, False), (divided.Runner, True)):
+    for place, is_torn in ((PrefixEngine, False), (Runner, True)):
         with monkeypatch.context() as patched:
             name = "_begin" if place is PrefixEngine else "pass_row"
             patched.setattr(place, name, lambda *_: 1 / 0)

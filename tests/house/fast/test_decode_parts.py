@@ -1,0 +1,100 @@
+"""The kernels of a captured step, each beside the plain operations that it replaces."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention, silu
+
+from lib.fast.attention.paged import Tiles, cut, prompt_attention
+from lib.fast.parts.rows import add_norm, embed, gate, merge, rotate_and_store
+from lib.fast.parts.sample import NOT_FINITE, sample_rows
+from lib.given.kernels.mode import HAS_TRITON, NO_TRITON
+from lib.given.models.serving import Progress, Request
+from lib.llama import RMSNorm, sample_next
+from lib.rope import apply_rope, precompute_rope
+from tests.house.fast.comparing import check_one_row, close, normal, on_both
+
+pytestmark = pytest.mark.skipif(not HAS_TRITON, reason=NO_TRITON)
+
+
+@on_both
+@pytest.mark.parametrize("width", [48, 300])
+def test_a_product_of_one_row(device, width):
+    x, weight = normal(1, width, device=device), normal(10, width, device=device, seed=1)
+    norm: Any = RMSNorm(width, 1e-3).to(device)
+    norm.weight.data.copy_(1 + normal(width, device=device, seed=2))
+    check_one_row(x, weight, weight, norm)
+
+
+@on_both
+def test_sums_norms_gates_and_rows_of_a_table(device):
+    x, added = normal(3, 20, device=device), normal(3, 20, device=device, seed=1)
+    norm: Any = RMSNorm(20).to(device)
+    gain = norm.weight.data.copy_(1 + normal(20, device=device, seed=2))
+    close(add_norm(x.clone(), None, gain, norm.eps), norm(x))
+    stream = x.clone()
+    close(add_norm(stream, added, gain, norm.eps), norm(x + added))
+    close(stream, x + added)
+    close(gate(x), silu(x[:, :10]) * x[:, 10:])
+    known = torch.tensor([7, 2], device=device)
+    table, tokens = normal(9, 12, device=device), torch.tensor([4, -1, -2, 0], device=device)
+    assert torch.equal(embed(tokens, known, table), table[[4, 7, 2, 0]])
+
+
+@on_both
+def test_heads_are_rotated_and_stored(device):
+    n_heads, n_kv_heads, width = 4, 2, 8
+    qkv, rope = normal(3, (n_heads + 2 * n_kv_heads) * width, device=device), precompute_rope(width, 11, device=device)
+    keys, values = torch.zeros(2, 3, 4, n_kv_heads, width, device=device)
+    positions, slots = torch.tensor([5, 0, 10], device=device), torch.tensor([7, -1, 2], device=device)
+    heads = qkv.clone().view(3, -1, width)
+    turned = torch.cat(
+        [apply_rope(row[None, None, :6], rope[p : p + 1])[0] for row, p in zip(heads, positions, strict=True)]
+    )
+    rotate_and_store(qkv, rope, positions, slots, keys, values)
+    close(qkv.view(3, -1, width)[:, :6], turned)
+    for pool, expected in ((keys, turned[:, 4:]), (values, heads[:, 6:])):
+        close(pool.flatten(0, 1)[[7, 2]], expected[[0, 2]])
+        assert pool.count_nonzero() == 2 * n_kv_heads * width  # a slot below 0 is not written
+
+
+@on_both
+def test_parts_of_an_attention_are_merged(device):
+    o, lse = normal(4, 2, 3, 8, device=device), normal(4, 2, 3, device=device, seed=1)
+    lse[2:, 0] = -math.inf
+    lse[:, 1, 1] = -math.inf
+    o[2:, 0] = math.nan  # a part without positions is not read
+    expected = (lse.softmax(0)[..., None] * o).nan_to_num(0).sum(0)
+    expected[1, 1] = 0
+    close(merge(o, lse, torch.float32), expected)
+
+
+@on_both
+def test_prompts_attend_to_their_blocks(device):
+    """Two sequences in blocks of any order; the second has three positions in the cache before its new tokens."""
+    n_heads, n_kv_heads, width, size, starts, sizes = 4, 2, 16, 4, [0, 3], [9, 2]
+    tables = [[5, 0, 3], [1, 4]]
+    keys, values = normal(2, 6, size, n_kv_heads, width, device=device)
+    qkv = normal(sum(sizes), (n_heads + 2 * n_kv_heads) * width, device=device, seed=1)
+    blocks, *fields = (torch.tensor(x, device=device) for x in cut(starts, sizes, tables, n_heads // n_kv_heads))
+    found, row = prompt_attention(qkv, keys, values, Tiles(blocks.view(2, -1), *fields)), 0
+    for start, n, table in zip(starts, sizes, tables, strict=True):
+        q = qkv[row : row + n].view(n, -1, width)[:, :n_heads].transpose(0, 1)
+        k, v = (pool[table].flatten(0, 1)[: start + n].transpose(0, 1) for pool in (keys, values))
+        mask = torch.ones(n, start + n, dtype=torch.bool, device=device).tril(start)
+        expected = scaled_dot_product_attention(q, k, v, mask, enable_gqa=True).transpose(0, 1)
+        close(found[row : row + n], expected, atol=1e-4)
+        row += n
+
+
+@on_both
+def test_rows_are_sampled_as_one_at_a_time(device):
+    logits = 3 * normal(8, 50, device=device)
+    settings = [(0.0, None, None), (1.0, None, None), (0.7, 5, None), (1.3, None, 0.6), (0.9, 7, 0.8), (1.0, 99, 1.0)]
+    made = [Request([1], 1, t, i, top_k=k, top_p=p) for i, (t, k, p) in enumerate(settings)]
+    alone = [sample_next(row[None], **Progress(r).sampling(row.device)) for row, r in zip(logits, made, strict=False)]
+    logits[6, 3], logits[7, 0] = math.inf, math.nan
+    found = sample_rows(logits, [*map(Progress, made), None, None])
+    assert found.tolist() == [*map(int, alone), NOT_FINITE, NOT_FINITE]
