@@ -142,7 +142,8 @@ def test_a_step_reads_what_chapter_21_fills(fast, model):
     close(torch.stack(list(engine.run(chunks))), step.replay()[: len(chunks)], atol=1e-4)
     rows = [inputs.tokens, inputs.positions, inputs.slots, inputs.lengths]
     assert engine.steps.fields[:, :4].tolist() == [row.tolist() for row in rows]
-    assert engine.steps.tables[:3].tolist() == inputs.tables[:3].tolist()
+    for ours, theirs, i in zip(engine.steps.tables, inputs.tables, ids, strict=False):  # as far as blocks are in use
+        assert ours.tolist()[: len(cache.tables[i])] == theirs.tolist()[: len(cache.tables[i])] == cache.tables[i]
     close(cache.keys, engine.cache.keys)
 
 
