@@ -9,13 +9,11 @@ from lib.workbook.book.catalog import EXERCISE_NUMBER, SIZE, BookError
 
 Part = tuple[str, str | list[tuple[str, str]]]
 LISTS = {"Args": "param", "Attributes": "attribute", "Raises": "raises"}  # title: docstring_parser's key
-TEXTS = {"Returns": "returns", "Yields": "yields"} | {t: t.lower() for t in ("Source", "Convention", "Cost", "Note")}
-_PARSER = GoogleParser(
-    [Section(title, key, SectionType.MULTIPLE) for title, key in LISTS.items()]
-    + [Section(title, key, SectionType.SINGULAR) for title, key in TEXTS.items()]
-)
+TEXTS = ("Returns", "Yields", "Source", "Convention", "Cost", "Note")
+_PARSER = GoogleParser([Section(title, key, SectionType.MULTIPLE) for title, key in LISTS.items()])
 _TITLE = rf"(?P<title>{'|'.join([*LISTS, *TEXTS])}):"
 _HEAD = re.compile(_TITLE + r"(?P<text>.*)", re.DOTALL)
+_BREAK = re.compile(r"\n\s*\n\s*|\n\s*(?=- |\d\. )")
 _BORDER = re.compile(rf"\n(?={_TITLE.replace('?P<title>', '?:')})|\n\s*\n(?=\S)")
 
 
@@ -26,7 +24,7 @@ def parts(doc: str) -> list[Part]:
     docstring_parser alone would not accept that.
 
     Returns:
-        A (title, text) pair for each.
+        A (title, text) pair for each. In a text each paragraph, and each item of a list, has a line of its own.
         A paragraph's title is empty; for ``Args``, ``Attributes`` and ``Raises`` the text is a list of (name,
         text) pairs.
 
@@ -43,15 +41,14 @@ def _part(piece: str) -> Part:
         return "", _flat(piece)
     title = head["title"]
     if title in TEXTS:
-        piece = f"{title}:\n    {_flat(head['text'])}"
+        return title, _flat(head["text"])
     try:
         found = _PARSER.parse(f"\n{piece}").meta
     except ParseError as error:
         raise BookError(f"a docstring's {title}: {error}") from error
-    if title in TEXTS:
-        return title, found[0].description or ""
     return title, [(entry.args[1], _flat(entry.description or "")) for entry in found]
 
 
 def _flat(text: str) -> str:
-    return " ".join(text.split())
+    """Each paragraph, and each item of a list, in a line of its own."""
+    return "\n".join(" ".join(piece.split()) for piece in _BREAK.split(text.strip()))

@@ -4,6 +4,7 @@ import ast
 import html
 import os
 import re
+from itertools import groupby
 from typing import Any
 
 from lib.workbook.book import contracts, resolve
@@ -20,7 +21,7 @@ STYLE = """<style>
   margin: .5em 0; white-space: pre-wrap; word-break: normal !important; overflow-wrap: anywhere}
 .workbook-exercise dl {margin: .4em 0; display: grid; grid-template-columns: max-content 1fr; gap: .15em 1em}
 .workbook-exercise dt {font-weight: 600} .workbook-exercise dd {margin: 0}
-.workbook-exercise p {margin: .4em 0}
+.workbook-exercise p, .workbook-exercise ul {margin: .4em 0} .workbook-exercise dd > :first-child {margin-top: 0}
 .workbook-check table {border-collapse: collapse; margin: .2em 0; border: 0; font-size: 1em}
 .workbook-check tr, .workbook-exercise pre code {background: none !important; border: 0}
 .workbook-check td {padding: .15em .8em .15em 0; text-align: left !important; vertical-align: top; white-space: normal}
@@ -107,9 +108,21 @@ def contract(doc: str) -> str:
 
 def _block(title: str, text: str | list[tuple[str, str]]) -> str:
     if isinstance(text, str):
-        return f"<p><strong>{title}.</strong> {_inline(text)}</p>" if title else f"<p>{_inline(text)}</p>"
-    items = "".join(f"<dt><code>{html.escape(name)}</code></dt><dd>{_inline(what)}</dd>" for name, what in text)
+        return _prose(text, f"<strong>{title}.</strong> " if title else "")
+    shown = [(name, _prose(what) if "\n" in what else _inline(what)) for name, what in text]
+    items = "".join(f"<dt><code>{html.escape(name)}</code></dt><dd>{what}</dd>" for name, what in shown)
     return f"<p><strong>{title}</strong></p><dl>{items}</dl>"
+
+
+def _prose(text: str, head: str = "") -> str:
+    """Paragraphs, and lists of the lines that begin with a dash; ``head`` begins the first paragraph."""
+    shown, text = "", text if not text.startswith("- ") or not head else f"\n{text}"
+    for is_list, lines in groupby(text.split("\n"), lambda line: line.startswith("- ")):
+        if is_list:
+            shown += f"<ul>{''.join(f'<li>{_inline(line[2:])}</li>' for line in lines)}</ul>"
+        else:
+            shown += "".join(f"<p>{_inline(line)}</p>" for line in lines)
+    return shown.replace("<p>", f"<p>{head}", 1)
 
 
 # ---- %check ----------------------------------------------------------------------------------------------------------

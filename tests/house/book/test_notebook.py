@@ -79,6 +79,14 @@ def test_every_card_has_its_contract(exercise):
     assert f"lib/{exercise.module}.py" in card.page
 
 
+def test_a_list_in_a_docstring_is_a_list_on_its_card():
+    doc = """Does it.\n\nReturns:\n    A number.\n\n    - It is even.\n    - It is\n      small.\n\n    1. First."""
+    assert notebook.contract(doc) == (
+        "<p>Does it.</p><p><strong>Returns.</strong> A number.</p>"
+        "<ul><li>It is even.</li><li>It is small.</li></ul><p>1. First.</p>"
+    )
+
+
 @pytest.mark.parametrize("exercise", all_exercises(), ids=lambda e: e.name)
 def test_every_card_has_the_docstrings_sections_and_the_signatures_arguments(exercise):
     found = contracts.parts(exercise.doc)
