@@ -22,7 +22,7 @@ from lib.fast.parts.rows import add_norm, embed, gate, merge, one_row, rotate_an
 from lib.given.kernels.mode import HAS_TRITON, INTERPRETED, triton
 from lib.given.kernels.paged import paged_attention_kernel
 
-MOST_SEQUENCES = 256  # rows of a graph
+GRAPH_ROWS = 256  # of the largest graph
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 TILE = 16 if INTERPRETED else 64  # positions that the paged kernel reads at a time
 FIELDS = 4  # of a sequence, before its table: token, position, slot, length
@@ -94,24 +94,24 @@ class Steps:
         n_rows: Rows of ``sampled``: chunks of a step at most.
 
     Attributes:
-        fields: ``[FIELDS, MOST_SEQUENCES]``, a numpy array: token, position, slot and length of each row of the next
+        fields: ``[FIELDS, GRAPH_ROWS]``, a numpy array: token, position, slot and length of each row of the next
             captured step. The length counts the new position. A token of ``-1 - row`` stands for ``sampled[row]``.
             Rows of one sequence, a prompt's tokens or drafts, differ in position, slot and length.
-        tables: ``[MOST_SEQUENCES, M]``, a numpy array: the blocks of each row's sequence.
+        tables: ``[GRAPH_ROWS, M]``, a numpy array: the blocks of each row's sequence.
         sampled: ``[n_rows]``, int64, on the device: the token that each row of the last step led to.
             The caller who samples writes it.
     """
 
-    def __init__(self, model: Any, cache: Any, n_rows: int = MOST_SEQUENCES) -> None:
+    def __init__(self, model: Any, cache: Any, n_rows: int = GRAPH_ROWS) -> None:
         self.model, self.cache, self.config = model, cache, model.config
         self.device = cache.keys.device
         self.layers = self._prepare()
-        n_fields, width = FIELDS * MOST_SEQUENCES, -(-model.config.context_len // cache.block_size)
-        host = torch.zeros(n_fields + MOST_SEQUENCES * width, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        n_fields, width = FIELDS * GRAPH_ROWS, -(-model.config.context_len // cache.block_size)
+        host = torch.zeros(n_fields + GRAPH_ROWS * width, dtype=torch.int64, pin_memory=self.device.type == "cuda")
         self._host, self._rows = host, torch.zeros_like(host, device=self.device, pin_memory=False)
         self.fields = host[:n_fields].view(FIELDS, -1).numpy()
         self.tables = host[n_fields:].view(-1, width).numpy()
-        self.sampled = torch.zeros(max(n_rows, MOST_SEQUENCES), dtype=torch.int64, device=self.device)
+        self.sampled = torch.zeros(max(n_rows, GRAPH_ROWS), dtype=torch.int64, device=self.device)
         self._read = torch.cuda.Event() if self.device.type == "cuda" else None
         self.graphs: dict[int, Callable[[], Tensor]] = {}
         self.pool: Any = None
@@ -156,7 +156,7 @@ class Steps:
 
     def warm_up(self, show: Callable[[list[int]], Iterable[int]] = iter) -> None:
         """Record the graphs of all batch sizes, which ``show`` passes on one by one, perhaps with a progress bar."""
-        for size in show(sorted({batch_size(n) for n in range(1, MOST_SEQUENCES + 1)}, reverse=True)):
+        for size in show(sorted({batch_size(n) for n in range(1, GRAPH_ROWS + 1)}, reverse=True)):
             self.fields[:, :size] = PADDING
             self.decode(size)
 

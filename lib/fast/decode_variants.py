@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lib.fast.attention.paged import ROWS, Tiles, heads_of
 from lib.fast.attention.paged_variants import store, variant_attention
-from lib.fast.decode import DTYPES, MOST_SEQUENCES, TILE, Steps, can_step
+from lib.fast.decode import DTYPES, GRAPH_ROWS, TILE, Steps, can_step
 from lib.given.kernels.mode import HAS_TRITON, INTERPRETED
 
 
@@ -47,7 +47,7 @@ class VariantSteps(Steps):
 
     def _prepare(self) -> list[Any]:
         self.model.ropes_on(self.device)
-        self.each, self.sinks = torch.arange(MOST_SEQUENCES, device=self.device), self.model.sinks
+        self.each, self.sinks = torch.arange(GRAPH_ROWS, device=self.device), self.model.sinks
         return []
 
     def _decode(self, size: int) -> Float[Tensor, "b v"]:

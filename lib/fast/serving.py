@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from lib.fast.attention.paged import Tiles, cut
-from lib.fast.decode import MOST_SEQUENCES
+from lib.fast.decode import GRAPH_ROWS
 from lib.fast.decode_variants import can_run, make_steps
 from lib.fast.parts.sample import NOT_FINITE, sample_rows
 from lib.fast.states import States
@@ -93,7 +93,7 @@ class Runner:
         self.sinks: Any = getattr(model, "sinks", [None] * len(self.cache.keys))
         self.states = States(self.cache) if "linear_attention" in getattr(model.config, "layer_types", ()) else None
         self.steps = make_steps(model, self.cache, scheduler.max_tokens) if self.is_fast() else None
-        self._known = [(-1, 0)] * MOST_SEQUENCES  # whose table each row of the next step holds, and of how many blocks
+        self._known = [(-1, 0)] * GRAPH_ROWS  # whose table each row of the next step holds, and of how many blocks
         self._flight = InFlight()
 
     def is_fast(self) -> bool:
@@ -206,13 +206,13 @@ class Runner:
         """
         if self.steps is None:
             return self._in_a_row(chunks), self._by_row(chunks)
-        fits = sum(chunk.n_tokens for chunk in chunks) <= MOST_SEQUENCES  # in one graph, prompts and all
+        fits = sum(chunk.n_tokens for chunk in chunks) <= GRAPH_ROWS  # in one graph, prompts and all
         parts, longer = [list[Chunk]()], list[Chunk]()
         for chunk in chunks:
             if not fits and chunk.n_tokens > 1 + self.drafted.get(chunk.progress, 0):
                 longer.append(chunk)
                 continue
-            if sum(n for _, n in parts[-1]) + chunk.n_tokens > MOST_SEQUENCES:
+            if sum(n for _, n in parts[-1]) + chunk.n_tokens > GRAPH_ROWS:
                 parts.append([])
             parts[-1].append(chunk)
         found = [self._by_graph(part) for part in parts if part]
@@ -266,7 +266,7 @@ class Runner:
 
     def forget_tables(self) -> None:
         """Send all tables anew with the next step: blocks have left the end of one."""
-        self._known = [(-1, 0)] * MOST_SEQUENCES
+        self._known = [(-1, 0)] * GRAPH_ROWS
 
     def _in_a_row(self, chunks: list[Chunk]) -> Float[Tensor, "n v"]:
         """The tokens of all chunks, one chunk's after another's."""

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lib.fast.decode import MOST_SEQUENCES
+from lib.fast.decode import GRAPH_ROWS
 from lib.fast.parts.sample import NOT_FINITE, sample_rows, score_rows
 from lib.given.models.serving import Chunk, Progress, Request
 from lib.runs.serving.drafters import Draft, Drafter, PromptDrafter, probabilities, shorten
@@ -79,7 +79,7 @@ class DraftEngine(PrefixEngine):
         """Give running requests drafted tokens, as far as the step has room and blocks are free."""
         running, scheduler = self.scheduler.running, self.scheduler
         room, free = (
-            min(MOST_ROWS, MOST_SEQUENCES, scheduler.max_tokens) - len(running),
+            min(MOST_ROWS, GRAPH_ROWS, scheduler.max_tokens) - len(running),
             scheduler.n_free - len(running),
         )
         wanted = dict[Progress, int]()

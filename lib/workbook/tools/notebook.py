@@ -116,12 +116,14 @@ def _block(title: str, text: str | list[tuple[str, str]]) -> str:
 
 def _prose(text: str, head: str = "") -> str:
     """Paragraphs, and lists of the lines that begin with a dash; ``head`` begins the first paragraph."""
-    shown, text = "", text if not text.startswith("- ") or not head else f"\n{text}"
+    shown = ""
     for is_list, lines in groupby(text.split("\n"), lambda line: line.startswith("- ")):
         if is_list:
             shown += f"<ul>{''.join(f'<li>{_inline(line[2:])}</li>' for line in lines)}</ul>"
         else:
             shown += "".join(f"<p>{_inline(line)}</p>" for line in lines)
+    if text.startswith("- "):
+        return f"<p>{head}</p>{shown}" if head else shown
     return shown.replace("<p>", f"<p>{head}", 1)
 
 

@@ -85,6 +85,9 @@ def test_a_list_in_a_docstring_is_a_list_on_its_card():
         "<p>Does it.</p><p><strong>Returns.</strong> A number.</p>"
         "<ul><li>It is even.</li><li>It is small.</li></ul><p>1. First.</p>"
     )
+    assert notebook.contract("- One.\n\nReturns:\n    - Two.") == (
+        "<ul><li>One.</li></ul><p><strong>Returns.</strong> </p><ul><li>Two.</li></ul>"
+    )
 
 
 @pytest.mark.parametrize("exercise", all_exercises(), ids=lambda e: e.name)

@@ -1,4 +1,6 @@
-"""What the tests of the serving step's kernels share: where they run, their numbers, and how these are compared."""
+"""What the tests of fast paths share: where kernels run, their numbers and how these are compared, and a small ViT."""
+
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,11 @@ PLACES = (
     pytest.param("cpu", marks=pytest.mark.skipif(not INTERPRETED, reason=WHY)),
     pytest.param("cuda", marks=pytest.mark.gpu),
 )
+
+
+SMALL_VIT: dict[str, Any] = {
+    "image_size": 8, "patch_size": 4, "n_classes": 5, "dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 24
+}  # fmt: skip
 
 
 def on_both(function):

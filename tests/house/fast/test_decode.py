@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import lib.fast.serving as serving
-from lib.fast.decode import MOST_SEQUENCES, batch_size, can_step
+from lib.fast.decode import GRAPH_ROWS, batch_size, can_step
 from lib.given.kernels.mode import HAS_TRITON, INTERPRETED, NO_TRITON
 from lib.given.models.captured import CapturedStep, StaticInputs
 from lib.given.models.llama import LlamaConfig
@@ -40,7 +40,7 @@ def test_the_kernels_of_a_step_compile_for_a_gpu(tmp_path):
 
 def test_sizes_of_graphs():
     assert [batch_size(n) for n in (1, 2, 3, 4, 5, 8, 9, 250)] == [1, 2, 4, 4, 8, 8, 16, 256]
-    assert batch_size(MOST_SEQUENCES) == MOST_SEQUENCES
+    assert batch_size(GRAPH_ROWS) == GRAPH_ROWS
 
 
 def test_what_takes_the_plain_way():
@@ -93,12 +93,12 @@ def plainly(model, requests, scheduler):
 
 
 @pytest.mark.time_limit(120)
-@pytest.mark.parametrize(("make", "most"), [(Engine, MOST_SEQUENCES), (PrefixEngine, 4)])
+@pytest.mark.parametrize(("make", "most"), [(Engine, GRAPH_ROWS), (PrefixEngine, 4)])
 def test_the_fast_way_gives_the_same_tokens(fast, model, make, most, monkeypatch):
     """In a pool of five blocks, so that requests wait and are preempted. Prompts ride in the graph as far as it goes:
     of steps of up to 7 tokens, with those of 4 only the short ones.
     """
-    monkeypatch.setattr(serving, "MOST_SEQUENCES", most)
+    monkeypatch.setattr(serving, "GRAPH_ROWS", most)
     expected = plainly(model, mixed_requests(), Scheduler(7, 5, 4))
     engine, apart = make(model, Scheduler(7, 5, 4)), []
     in_a_row = engine._in_a_row
@@ -113,13 +113,18 @@ def test_a_block_that_was_copied_reaches_every_row_that_knew_the_one_before(fast
     """A sequence moves to another row, there writes into a block that it shares, and comes back."""
     engine = Engine(model, Scheduler(16, 8, 4))
     first, other = (Progress(Request(prompt, 9)) for prompt in ([3, 1, 4, 1, 5, 9, 2, 6], [2, 7]))
-    for step in ([Chunk(first, 5)], [Chunk(other, 1), Chunk(first, 1)], [Chunk(first, 1)]):
-        if len(step) == 1 and first in engine.sequences:
-            fork = engine.cache.fork(engine.sequences[first])
-        engine.run(step)
-        for progress, n in step:
+
+    def take(*chunks):
+        found = list(engine.run([*chunks]))
+        for progress, n in chunks:
             progress.n_cached += n
-    *_, found = engine.run([Chunk(other, 1), Chunk(first, 1)])
+        return found[-1]
+
+    take(Chunk(first, 5))
+    take(Chunk(other, 1), Chunk(first, 1))  # the second row knows the table of the first request
+    fork = engine.cache.fork(engine.sequences[first])
+    take(Chunk(first, 1))
+    found = take(Chunk(other, 1), Chunk(first, 1))
     assert engine.cache.tables[fork][1] != engine.cache.tables[engine.sequences[first]][1]
     plain = Engine(model, Scheduler(16, 8, 4))
     plain.steps = None
@@ -314,6 +319,6 @@ def test_a_graph_for_every_size(fast):
     model = Llama(SMALL).eval().cuda()
     engine = PrefixEngine(model, Scheduler(512, 400, 4))
     engine.steps.warm_up()
-    assert sorted(engine.steps.graphs) == [1, 2, 4, *range(8, MOST_SEQUENCES + 1, 8)]
+    assert sorted(engine.steps.graphs) == [1, 2, 4, *range(8, GRAPH_ROWS + 1, 8)]
     requests = [Request([1 + i % 20, 2], 3) for i in range(300)]  # more than a graph takes
     assert served(engine, requests) == plainly(model, [Request(r.tokens, 3) for r in requests], Scheduler(512, 400, 4))

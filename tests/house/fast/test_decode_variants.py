@@ -72,7 +72,7 @@ def test_the_captured_step_gives_the_plain_ways_tokens(family, device, monkeypat
     monkeypatch.setattr(serving.Runner, "is_fast", lambda engine: can_run(engine.model, engine.cache))
     engine = PrefixEngine(model, Scheduler(5, 4, 4))
     assert isinstance(engine.steps, VariantSteps)
-    monkeypatch.setattr(serving, "MOST_SEQUENCES", MOST[family])
+    monkeypatch.setattr(serving, "GRAPH_ROWS", MOST[family])
     assert tokens_of(engine, "step_ahead") == expected
 
 

@@ -1,7 +1,5 @@
 """The GELU with its bias: the kernels, interpreted where there is no GPU, and what stands for them there."""
 
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -11,6 +9,7 @@ from lib.fast.parts.gelu import Tiles, bias_gelu, launch_backward, launch_forwar
 from lib.given.kernels.mode import HAS_TRITON, INTERPRETED, NO_TRITON
 from lib.given.models.vit import ViTConfig
 from solutions.vit import VisionTransformer
+from tests.house.fast.comparing import SMALL_VIT
 
 SMALL = Tiles(4, 32, 3, 4)
 HALF_UNIT = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-24}
@@ -164,16 +163,7 @@ def test_pytorch_finds_nothing_wrong_with_the_operators():
 @pytest.mark.parametrize("alone", [True, False])
 def test_a_vit_on_this_path_has_the_logits_and_the_gradients_of_the_plain_model(gelu, alone):
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {
-        "image_size": 8,
-        "patch_size": 4,
-        "n_classes": 5,
-        "dim": 16,
-        "n_layers": 2,
-        "n_heads": 2,
-        "hidden_dim": 24,
-    }
-    model = VisionTransformer(ViTConfig(**sizes, gelu=gelu))
+    model = VisionTransformer(ViTConfig(**SMALL_VIT, gelu=gelu))
     images, labels, results = torch.randn(3, 3, 8, 8), torch.randint(5, (3,)), []
     for logits in (model(images), vit_logits(model, images, Path(class_token_alone=alone, kernels=True))):
         model.zero_grad()

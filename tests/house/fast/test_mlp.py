@@ -2,8 +2,6 @@
 and on one the kernels.
 """
 
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -15,6 +13,7 @@ from lib.given.models.gpt2 import GPT2Config
 from lib.given.models.vit import ViTConfig
 from solutions.gpt2 import GPT2
 from solutions.vit import VisionTransformer
+from tests.house.fast.comparing import SMALL_VIT
 
 FORMS = ("none", "tanh")
 CASES = {"ViT-L/16": (50_432, 1024, 4096), "GPT-2": (16_384, 768, 3072), "ragged": (4_105, 648, 1_048)}
@@ -111,16 +110,7 @@ def small_gpt2():
 
 def small_vit():
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {
-        "image_size": 8,
-        "patch_size": 4,
-        "n_classes": 5,
-        "dim": 16,
-        "n_layers": 2,
-        "n_heads": 2,
-        "hidden_dim": 24,
-    }
-    model = VisionTransformer(ViTConfig(**sizes))
+    model = VisionTransformer(ViTConfig(**SMALL_VIT))
     images, labels = torch.randn(3, 3, 8, 8), torch.randint(5, (3,))
     return model, lambda path: F.cross_entropy(vit_logits(model, images, path), labels)
 

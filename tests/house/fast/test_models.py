@@ -31,16 +31,7 @@ from solutions.gpt2 import GPT2
 from solutions.low_precision import Float8Linear
 from solutions.vit import VisionTransformer
 from tests.house.bench import yardstick_programs
-
-VIT: dict[str, Any] = {
-    "image_size": 8,
-    "patch_size": 4,
-    "n_classes": 5,
-    "dim": 16,
-    "n_layers": 2,
-    "n_heads": 2,
-    "hidden_dim": 24,
-}
+from tests.house.fast.comparing import SMALL_VIT
 
 
 def gradients(loss, model):
@@ -85,7 +76,7 @@ def test_a_float8_layer_in_a_block_is_called(kernels):
 @pytest.mark.parametrize(("alone", "short"), [(True, False), (False, True)])
 def test_vit_has_the_logits_and_the_gradients_of_the_plain_model(pooling, gelu, alone, short):
     torch.manual_seed(0)
-    model = VisionTransformer(ViTConfig(**VIT, pooling=pooling, gelu=gelu))
+    model = VisionTransformer(ViTConfig(**SMALL_VIT, pooling=pooling, gelu=gelu))
     images, labels = torch.randn(3, 3, 8, 8), torch.randint(5, (3,))
     plain, fast = model(images), vit_logits(model, images, Path(class_token_alone=alone, short_gelu=short))
     torch.testing.assert_close(fast, plain, atol=2e-6, rtol=1e-4)
@@ -95,7 +86,7 @@ def test_vit_has_the_logits_and_the_gradients_of_the_plain_model(pooling, gelu, 
 
 def test_bf16_is_near_and_its_stream_may_stay_float32():
     torch.manual_seed(0)
-    model = VisionTransformer(ViTConfig(**VIT))
+    model = VisionTransformer(ViTConfig(**SMALL_VIT))
     images = torch.randn(2, 3, 8, 8)
     for stream in (None, torch.float32):
         fast = vit_logits(model, images, Path(dtype=torch.bfloat16, stream=stream))
@@ -271,7 +262,7 @@ def test_the_short_gelu_compiled_on_a_gpu_is_the_exact_one():
     torch.testing.assert_close(*slopes, atol=1e-6, rtol=0)
 
 
-WIDE = {**VIT, "image_size": 224, "patch_size": 16, "dim": 1024, "n_heads": 16, "hidden_dim": 1024}
+WIDE = {**SMALL_VIT, "image_size": 224, "patch_size": 16, "dim": 1024, "n_heads": 16, "hidden_dim": 1024}
 """Narrow but for what the compiler looks at: 64 images are 12,608 rows of 1024."""
 
 

@@ -1,7 +1,5 @@
 """A norm and the bias of a branch's last product: gradients from one kernel."""
 
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -13,6 +11,7 @@ from lib.given.models.gpt2 import GPT2Config
 from lib.given.models.vit import ViTConfig
 from solutions.gpt2 import GPT2
 from solutions.vit import VisionTransformer
+from tests.house.fast.comparing import SMALL_VIT
 
 WHY = "kernels are compiled here; the interpreter runs them where there is no GPU" if HAS_TRITON else NO_TRITON
 needs_interpreter = pytest.mark.skipif(not (HAS_TRITON and INTERPRETED), reason=WHY)
@@ -83,16 +82,7 @@ def small_gpt2():
 
 
 def small_vit():
-    sizes: dict[str, Any] = {
-        "image_size": 8,
-        "patch_size": 4,
-        "n_classes": 5,
-        "dim": 16,
-        "n_layers": 2,
-        "n_heads": 2,
-        "hidden_dim": 24,
-    }
-    model = VisionTransformer(ViTConfig(**sizes))
+    model = VisionTransformer(ViTConfig(**SMALL_VIT))
     images, labels = torch.randn(3, 3, 8, 8), torch.randint(5, (3,))
     return model, lambda path: vit_loss(model, images, labels, path)
 
