@@ -932,6 +932,9 @@ edits(
     padding is written to slot 0, which is the first position of whoever has block 0
     - (0, 0, -1, 0)
     + (0, 0, 0, 0)
+    padding is written to the last slot, which belongs to whoever has the last block
+    - (0, 0, -1, 0)
+    + (0, 0, len(cache.keys[0]) * cache.block_size - 1, 0)
     padding repeats the last sequence of the batch
     - buffers = inputs.tokens,
     + rows[n:], tables[n:] = rows[n - 1 : n] * (n_rows - n), tables[n - 1 : n] * (n_rows - n)
