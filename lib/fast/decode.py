@@ -7,6 +7,7 @@ A single copy fills them before a replay.
 """
 
 from collections.abc import Callable, Iterable
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -68,15 +69,26 @@ def can_read(pool: Any) -> bool:
 
 
 def side_by_side(*layers: Any) -> Tensor | Narrow:
-    """One weight of several layers, whose parameters become parts of it: no weight is in memory twice."""
+    """One weight of several layers, whose parameters become parts of it: no weight is in memory twice.
+
+    Where they are parts of one already, for another engine, they stay so: both engines read the weights of now.
+    """
     if isinstance(layers[0], NarrowLinear):
         return join(layers)
-    if len(layers) == 1:
-        return layers[0].weight.detach()
-    whole = torch.cat([layer.weight.detach() for layer in layers])
+    weights = [layer.weight.detach() for layer in layers]
+    if all(follows(a, b) for a, b in pairwise(weights)):
+        rows, (_, width) = sum(map(len, weights)), weights[0].shape
+        return weights[0].as_strided((rows, width), (width, 1))
+    whole = torch.cat(weights)
     for layer, part in zip(layers, whole.split([len(layer.weight) for layer in layers]), strict=True):
         layer.weight.data = part
     return whole
+
+
+def follows(a: Tensor, b: Tensor) -> bool:
+    """Whether the second of two matrices begins in memory where the first ends."""
+    are_one = a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr() and a.is_contiguous()
+    return are_one and b.is_contiguous() and b.storage_offset() == a.storage_offset() + a.numel()
 
 
 def times(x: Float[Tensor, "n c"], weight: Tensor | Narrow) -> Float[Tensor, "n f"]:
