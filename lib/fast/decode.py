@@ -16,15 +16,17 @@ from torch import Tensor, nn
 
 from lib.fast.attention.paged import Tiles, prompt_attention
 from lib.fast.models import capture
-from lib.fast.parts.narrow import Narrow, NarrowLinear, join, product
-from lib.fast.parts.packed import Packed, packed_attention_kernel, pointers
+from lib.fast.parts.early import launch_early
+from lib.fast.parts.narrow import FEW, MANY_ROWS, Narrow, NarrowLinear, few_rows, join, widen
+from lib.fast.parts.packed import Packed, block_attention_kernel, pointers
 from lib.fast.parts.rows import add_norm, embed, gate, merge, one_row, rotate_and_store
 from lib.given.kernels.mode import HAS_TRITON, INTERPRETED, triton
-from lib.given.kernels.paged import paged_attention_kernel
 
 GRAPH_ROWS = 256  # of the largest graph
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 TILE = 16 if INTERPRETED else 64  # positions that the paged kernel reads at a time
+ATTENTION = TILE, 4, 3, False
+ALONE = True
 FIELDS = 4  # of a sequence, before its table: token, position, slot, length
 PADDING = np.array([[0], [0], [-1], [0]])  # where a batch has no sequence: nothing is written, nothing is attended to
 
@@ -79,9 +81,25 @@ def side_by_side(*layers: Any) -> Tensor | Narrow:
     return whole
 
 
-def times(x: Float[Tensor, "n c"], weight: Tensor | Narrow) -> Float[Tensor, "n f"]:
-    """The product of rows with a weight, wide or narrow."""
-    return product(x, weight) if isinstance(weight, Narrow) else nn.functional.linear(x, weight)
+def times(x: Float[Tensor, "n c"], weight: Tensor | Narrow) -> Float[Tensor, "p n f"]:
+    """The product of rows with a weight, wide or narrow, in P parts whose sum it is."""
+    if takes_few(x, weight):
+        return few_rows(x, weight)
+    return nn.functional.linear(x, widen(weight, x.dtype) if isinstance(weight, Narrow) else weight)[None]
+
+
+def gated(x: Float[Tensor, "n c"], weight: Tensor | Narrow) -> Float[Tensor, "n f"]:
+    """``silu(first half) * second half`` of the product of rows with a weight."""
+    kind = "wide" if isinstance(weight, Tensor) else "float8" if weight.zeros is None else "int4"
+    if takes_few(x, weight) and FEW[kind, len(x) > 16]["gated"]:
+        return few_rows(x, weight, gated=True)[0]
+    return gate(times(x, weight), x.dtype)
+
+
+def takes_few(x: Float[Tensor, "n c"], weight: Tensor | Narrow) -> bool:
+    """Whether a product is faster by `few_rows` than by PyTorch."""
+    is_new = launch_early(x.device)["EARLY"] and x.element_size() == 2
+    return len(x) <= MANY_ROWS and (isinstance(weight, Narrow) or is_new)
 
 
 class Steps:
@@ -165,8 +183,8 @@ class Steps:
         tables = self._rows[self.fields.size :].view(-1, self.tables.shape[1])
         x, parts = embed(fields[0], self.sampled, self.model.tok_embeddings.weight), self._n_parts(size)
 
-        def attend(i: int, qkv: Tensor) -> Tensor:
-            return self._attend_to_blocks(i, qkv, tables, fields[3], parts)
+        def attend(i: int, queries: Tensor) -> Tensor:
+            return self._attend_to_blocks(i, queries, tables, fields[3], parts)
 
         return self._logits(*self._blocks(x, fields[1], fields[2], attend))
 
@@ -185,8 +203,8 @@ class Steps:
             tiles: The sequences' blocks, and how their queries are cut into tiles.
         """
 
-        def attend(i: int, qkv: Tensor) -> Tensor:
-            return prompt_attention(qkv, self.cache.keys[i], self.cache.values[i], tiles)
+        def attend(i: int, queries: Tensor) -> Tensor:
+            return prompt_attention(queries, self.cache.keys[i], self.cache.values[i], tiles)
 
         return self._logits(*self._blocks(self.model.tok_embeddings(tokens), positions, slots, attend), last)
 
@@ -195,25 +213,25 @@ class Steps:
     ) -> tuple[Tensor, Tensor | None]:
         """The residual stream x behind the last block, in place, and what is still to be added to it."""
         cache, eps, added = self.cache, self.config.norm_eps, None
-        alone = len(x) == 1 and x.dtype != torch.float16  # in which a row times its gain can overflow
+        alone = ALONE and len(x) == 1 and x.dtype != torch.float16  # in which a row times its gain can overflow
         for i, layer in enumerate(self.layers):
             if alone:
-                qkv = one_row(x, layer.wqkv, layer.attention_norm, eps)
+                qkv = one_row(x, layer.wqkv, layer.attention_norm, eps)[None]
             else:
                 qkv = times(add_norm(x, added, layer.attention_norm, eps), layer.wqkv)
-            rotate_and_store(qkv, self.model.rope, positions, slots, cache.keys[i], cache.values[i])
-            mean = attend(i, qkv).reshape(len(x), -1)
+            queries = rotate_and_store(qkv, self.model.rope, positions, slots, cache.keys[i], cache.values[i], x.dtype)
+            mean = attend(i, queries).reshape(len(x), -1)
             if alone:
                 one_row(mean, layer.wo, into=x)
                 one_row(one_row(x, layer.w13, layer.ffn_norm, eps, gated=True), layer.w2, into=x)
             else:
                 normed = add_norm(x, times(mean, layer.wo), layer.ffn_norm, eps)
-                added = times(gate(times(normed, layer.w13)), layer.w2)
+                added = times(gated(normed, layer.w13), layer.w2)
         return x, added
 
     def _logits(self, x: Tensor, added: Tensor | None, rows: Tensor | None = None) -> Tensor:
         if rows is not None:
-            x, added = x[rows], None if added is None else added[rows]
+            x, added = x[rows], None if added is None else added[:, rows]
         normed = add_norm(x, added, self.model.norm.weight, self.config.norm_eps)
         return nn.functional.linear(normed, self.model.output.weight).float()
 
@@ -223,22 +241,22 @@ class Steps:
         most = min(n_tiles, 4 * self.processors // max(1, batch * self.cache.keys.shape[3]))
         return 1 << max(0, most.bit_length() - 1)
 
-    def _attend_to_blocks(self, i: int, qkv: Tensor, tables: Tensor, lengths: Tensor, n_parts: int) -> Tensor:
-        keys, values, batch = self.cache.keys[i], self.cache.values[i], len(qkv)
+    def _attend_to_blocks(self, i: int, queries: Tensor, tables: Tensor, lengths: Tensor, n_parts: int) -> Tensor:
+        keys, values, batch = self.cache.keys[i], self.cache.values[i], len(queries)
         (_, size, n_kv_heads, width), n_heads = keys.shape, self.config.n_heads
-        o = torch.empty(n_parts, batch, n_heads, width, dtype=torch.float32, device=qkv.device)
-        lse = torch.empty(n_parts, batch, n_heads, dtype=torch.float32, device=qkv.device)
-        group = n_heads // n_kv_heads
+        kind = torch.float32 if n_parts > 1 else queries.dtype
+        o = torch.empty(n_parts, batch, n_heads, width, dtype=kind, device=queries.device)
+        lse = torch.empty(n_parts, batch, n_heads, dtype=torch.float32, device=queries.device)
         (k, k_scales, largest), (v, v_scales, _) = pointers(keys), pointers(values)
-        kernel, pools = paged_attention_kernel, list[Tensor]([k, v])
-        if largest:
-            kernel, pools = packed_attention_kernel, [k, v, k_scales, v_scales]
-        kernel[(batch, n_kv_heads, n_parts)](
-            qkv, *pools, tables, lengths, o, lse, width**-0.5, n_heads, tables.shape[1], qkv.shape[1],
-            SIZE=size, GROUP=group, D=width, WIDTH=triton.next_power_of_2(width),
-            ROWS=max(16, triton.next_power_of_2(group)), COLS=TILE,
+        tile, warps, stages, asks = ATTENTION
+        block_attention_kernel[(batch, n_kv_heads, n_parts)](
+            queries, k, v, k_scales, v_scales, tables, lengths, o, lse, width**-0.5, n_heads, tables.shape[1],
+            SIZE=size, GROUP=n_heads // n_kv_heads, D=width, WIDTH=triton.next_power_of_2(width),
+            ROWS=max(16, triton.next_power_of_2(n_heads // n_kv_heads)), COLS=tile, SCALED=largest > 0,
+            LINES=max(1, triton.next_power_of_2(width * k.element_size()) // 128) if asks else 0, num_warps=warps,
+            num_stages=stages, **launch_early(queries.device),
         )  # fmt: skip
-        return merge(o, lse, qkv.dtype)
+        return merge(o, lse, queries.dtype) if n_parts > 1 else o[0]
 
 
 def batch_size(n: int) -> int:

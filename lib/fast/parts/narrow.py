@@ -18,8 +18,12 @@ from lib.given.kernels.int4 import dequantize_int4
 from lib.given.kernels.mode import tl, triton
 
 MANY_ROWS = 64  # above it a wide copy of the weight costs less than its arithmetic
-TERMS = 128  # of a float8 product that a program reads at a time
-COLUMNS = 32  # of a product of few rows that a program computes
+COLUMNS = 64  # of a product of few rows that a program computes
+FEW = {
+    (kind, more): {"terms": 128, "cols": 64, "warps": 4, "stages": 3, "ask": 0, "most": 3, "parts": 8, "gated": True}
+    for kind in ("wide", "float8", "int4")
+    for more in (False, True)
+}
 
 
 class Narrow(NamedTuple):
@@ -134,27 +138,6 @@ def gate_and_add(first, second, at, inside, GATED: tl.constexpr, ADD: tl.constex
 
 
 @triton.jit
-def products_of_groups(
-    packed, scales, zeros, columns, inside, group, at, low, high, sums, n_groups, GROUP: tl.constexpr
-):  # fmt: skip
-    """The products of some groups of some rows of levels with those of a row of numbers, added up over the groups.
-
-    A level q becomes 1 + q / 16 by setting four bits of a float32, which is faster than a conversion.
-    A group's sum of (1 + q / 16) x is computed first, and what it has too much is taken off.
-    """
-    column = columns.to(tl.int64) * n_groups
-    bytes_at = packed + (column * (GROUP // 2))[:, None, None] + at[None, :, :]
-    byte = tl.load(bytes_at, mask=inside[:, :, None], other=0).to(tl.int32)
-    first = ((byte << 19) & 0x780000 | 0x3F800000).to(tl.float32, bitcast=True)
-    second = ((byte << 15) & 0x780000 | 0x3F800000).to(tl.float32, bitcast=True)
-    found = tl.sum(first * low[None, :, :] + second * high[None, :, :], 2)
-    where = column[:, None] + group[None, :]
-    origin = tl.load(zeros + where, mask=inside, other=0).to(tl.float32)
-    factor = tl.load(scales + where, mask=inside, other=0.0)
-    return tl.sum(factor * (16.0 * found - (16.0 + origin) * sums[None, :]), 1)
-
-
-@triton.jit
 def one_int4_row_kernel(
     x, packed, scales, zeros, gain, out, n_columns, n_groups, eps,
     NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr,
@@ -162,40 +145,68 @@ def one_int4_row_kernel(
 ):  # fmt: skip
     """As `lib.fast.parts.rows.one_row_kernel`, for a weight of levels; GROUP numbers share a scale and a zero point.
 
+    A program reads words of four bytes: one word's levels are multiplied and added up by one thread.
+    A level q becomes 1 + q / 16 by setting four bits of a float32, which is faster than a conversion.
+    The sum of (1 + q / 16) x is computed first, and what it has too much is taken off.
     Bytes moved: the levels and their scales once. FLOPs: two for each level.
     """
-    columns, half = tl.program_id(0) * COLS + tl.arange(0, COLS), tl.arange(0, GROUP // 2)
+    columns, word = tl.program_id(0) * COLS + tl.arange(0, COLS), tl.arange(0, GROUP // 8)
     is_column = columns < n_columns
-    dtype = out.dtype.element_ty
-    first, second = tl.zeros([COLS], tl.float32), tl.zeros([COLS], tl.float32)
-    squares = tl.zeros([GROUPS], tl.float32)
+    dtype: tl.constexpr = out.dtype.element_ty
     if EARLY:
         n_bytes = n_groups * (GROUP // 2)
         ask_for_rows(packed, columns, n_columns, n_bytes, n_bytes, 16)
         if GATED:
             ask_for_rows(packed + n_columns.to(tl.int64) * n_bytes, columns, n_columns, n_bytes, n_bytes, 16)
     wait_for_the_kernel_ahead(EARLY)
+    words, behind = packed.to(tl.pointer_type(tl.int32)), n_columns.to(tl.int64) * n_groups
+    one, two = tl.zeros([COLS, GROUPS, GROUP // 8], tl.float32), tl.zeros([COLS, GROUPS, GROUP // 8], tl.float32)
+    squares = tl.zeros([GROUPS, GROUP // 8], tl.float32)
     for start in range(0, n_groups, GROUPS):
         group = start + tl.arange(0, GROUPS)
         known = (group < n_groups)[:, None]
-        place, inside = group[:, None] * GROUP + half[None, :], is_column[:, None] & (group < n_groups)[None, :]
-        low = tl.load(x + place, mask=known, other=0.0).to(tl.float32)
-        high = tl.load(x + place + GROUP // 2, mask=known, other=0.0).to(tl.float32)
-        if NORM:
-            squares += tl.sum(low * low + high * high, 1)
-            low *= tl.load(gain + place, mask=known, other=0.0).to(tl.float32)
-            high *= tl.load(gain + place + GROUP // 2, mask=known, other=0.0).to(tl.float32)
-            low, high = low.to(dtype).to(tl.float32), high.to(dtype).to(tl.float32)
-        sums, at = tl.sum(low + high, 1), group[:, None] * (GROUP // 2) + half[None, :]
-        first += products_of_groups(packed, scales, zeros, columns, inside, group, at, low, high, sums, n_groups, GROUP)
+        inside = is_column[:, None] & (group < n_groups)[None, :]
+        where = columns.to(tl.int64)[:, None] * n_groups + group[None, :]
+        place, at = group[:, None] * GROUP + 4 * word[None, :], where[:, :, None] * (GROUP // 8) + word[None, None, :]
+        first, sums = tl.load(words + at, mask=inside[:, :, None], other=0), tl.zeros_like(squares)
+        found, found_two, second = tl.zeros_like(one), tl.zeros_like(one), first
         if GATED:
-            behind = n_columns + columns
-            second += products_of_groups(
-                packed, scales, zeros, behind, inside, group, at, low, high, sums, n_groups, GROUP
-            )
-    scale = tl.rsqrt(tl.sum(squares, 0) / (n_groups * GROUP) + eps) if NORM else 1.0
-    found = gate_and_add(first * scale, second * scale, out + columns, is_column, GATED, ADD)
-    tl.store(out + columns, found, mask=is_column)
+            second = tl.load(words + behind * (GROUP // 8) + at, mask=inside[:, :, None], other=0)
+        for level in tl.static_range(8):  # the low level of each byte, then the high ones
+            number = place + (level % 4 + level // 4 * (GROUP // 2))
+            row = tl.load(x + number, mask=known, other=0.0).to(tl.float32)
+            if NORM:
+                squares += row * row
+                row *= tl.load(gain + number, mask=known, other=0.0).to(tl.float32)
+                row = row.to(dtype).to(tl.float32)
+            sums += row
+            found += level_of(first, level % 4 * 8 + level // 4 * 4) * row[None, :, :]
+            if GATED:
+                found_two += level_of(second, level % 4 * 8 + level // 4 * 4) * row[None, :, :]
+        one += corrected(found, sums, scales + where, zeros + where, inside)
+        if GATED:
+            two += corrected(found_two, sums, scales + behind + where, zeros + behind + where, inside)
+    scale = tl.rsqrt(tl.sum(tl.sum(squares, 1), 0) / (n_groups * GROUP) + eps) if NORM else 1.0
+    total, other = tl.sum(tl.sum(one, 2), 1) * scale, tl.sum(tl.sum(two, 2), 1) * scale
+    tl.store(out + columns, gate_and_add(total, other, out + columns, is_column, GATED, ADD), mask=is_column)
+
+
+@triton.jit
+def level_of(words, BIT: tl.constexpr):
+    """1 + q / 16 for the level q that begins at a bit of each word."""
+    if BIT <= 19:
+        bits = words << (19 - BIT)
+    else:
+        bits = words >> (BIT - 19)
+    return (bits & 0x780000 | 0x3F800000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def corrected(found, sums, scales, zeros, inside):
+    """Sums of (q - origin) x scale, from those of (1 + q / 16) x and of x."""
+    origin = 16.0 + tl.load(zeros, mask=inside, other=0).to(tl.float32)
+    factor = tl.load(scales, mask=inside, other=0.0)
+    return factor[:, :, None] * (16.0 * found - origin[:, :, None] * sums[None, :, :])
 
 
 def one_int4_row(
@@ -215,48 +226,109 @@ def one_int4_row(
 
 
 @triton.jit
+def levels_of(byte, origin, dtype: tl.constexpr):
+    """The two levels of each byte [n, k] minus their origin [n], in dtype.
+
+    In 16 bits, the bits of a power of two and of a level make their sum, without a conversion: 128 + q in bfloat16,
+    1024 + q in float16. Its difference from the origin's is exact.
+    """
+    if dtype.primitive_bitwidth == 16:
+        power: tl.constexpr = 0x4300 if dtype == tl.bfloat16 else 0x6400
+        wide, shift = byte.to(tl.int16), (origin.to(tl.int16) | power).to(dtype, bitcast=True)
+        low, high = ((wide & 15) | power).to(dtype, bitcast=True), ((wide >> 4) | power).to(dtype, bitcast=True)
+    else:
+        low, high, shift = (byte & 15).to(dtype), (byte >> 4).to(dtype), origin.to(dtype)
+    return low - shift[:, None], high - shift[:, None]
+
+
+@triton.jit
 def few_rows_kernel(
     x, numbers, scales, zeros, out, n_rows, n_columns, n_terms,
-    LEVELS: tl.constexpr, TERMS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, EARLY: tl.constexpr,
+    LEVELS: tl.constexpr, SCALED: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr,
+    TERMS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, ASK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A tile of rows of x [n_rows, n_terms] times a tile of a narrow weight [n_columns, n_terms], by tensor cores.
+    """out [parts, n_rows, n_columns] is x [n_rows, n_terms] times a weight [n_columns, n_terms], by tensor cores.
 
-    With LEVELS, TERMS is the size of a group, and the tile's levels are multiplied before the group's scale.
-    The grid is (tiles of columns, tiles of rows, parts): a part sums its share of the terms, into out
-    [parts, n_rows, n_columns].
+    The weight is their first operand: it has enough rows to fill their tiles, and may be made wide in registers.
+    The grid is (tiles of COLS columns, parts): a part sums its share of the terms.
+
+    With LEVELS, TERMS is the size of a group, whose products are added up before they are multiplied by its scale.
+    With SCALED, each column's sum is multiplied by its scale.
+    With GATED the weight has twice as many rows, half a tile is of the first n_columns of them and half of the others,
+    and out is silu of the first half's product times the second half's; there is one part.
+    EVEN: TERMS divides n_terms. ASK: the bytes of each row that are asked for before x is there.
+    Bytes moved: the weight once. FLOPs: two for each number of the weight and each row.
     """
-    columns, rows = tl.program_id(0) * COLS + tl.arange(0, COLS), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    is_column, is_row, column = columns < n_columns, rows < n_rows, columns.to(tl.int64)
-    part, n_parts, n_steps = tl.program_id(2), tl.num_programs(2), tl.cdiv(n_terms, TERMS)
-    total, begin, end = tl.zeros([ROWS, COLS], tl.float32), part * n_steps // n_parts, (part + 1) * n_steps // n_parts
+    width: tl.constexpr = COLS // 2 if GATED else COLS
+    place, rows = tl.arange(0, COLS), tl.arange(0, ROWS)
+    columns = tl.program_id(0) * width + place % width
+    column = (tl.minimum(columns, n_columns - 1) + place // width * n_columns).to(tl.int64)
+    row = tl.minimum(rows, n_rows - 1)[None, :] * n_terms
+    n_numbers = n_terms // 2 if LEVELS else n_terms  # of a row of the weight, and of a step
+    n_read: tl.constexpr = TERMS // 2 if LEVELS else TERMS
+    part, n_parts, n_steps = tl.program_id(1), tl.num_programs(1), tl.cdiv(n_terms, TERMS)
+    begin, end = part * n_steps // n_parts, (part + 1) * n_steps // n_parts
     if EARLY:
-        row_bytes, step_bytes = n_terms // 2 if LEVELS else n_terms, TERMS // 2 if LEVELS else TERMS
-        first = numbers.to(tl.pointer_type(tl.uint8)) + begin * step_bytes
-        n_bytes = tl.minimum((end - begin) * step_bytes, row_bytes - begin * step_bytes)
-        ask_for_rows(first, columns, n_columns, row_bytes, n_bytes, 8)
+        size: tl.constexpr = numbers.dtype.element_ty.primitive_bitwidth // 8
+        n_bytes = tl.minimum(tl.minimum((end - begin) * n_read, n_numbers - begin * n_read) * size, ASK)
+        last = n_columns * (2 if GATED else 1)
+        ask_for_rows(numbers + begin * n_read, column, last, n_numbers * size, n_bytes, 8)
     wait_for_the_kernel_ahead(EARLY)
+    total = tl.zeros([COLS, ROWS], tl.float32)
+    dtype: tl.constexpr = out.dtype.element_ty
+    if LEVELS:  # a step's scales are read during the one before
+        scale, origin = tl.load(scales + column * n_steps + begin), tl.load(zeros + column * n_steps + begin)
     for step in range(begin, end):
+        terms = step * n_read + tl.arange(0, n_read)
+        weight_at = numbers + column[:, None] * n_numbers + terms[None, :]
         if LEVELS:
-            half = tl.arange(0, TERMS // 2)
-            x_at = x + rows[:, None] * n_terms + step * TERMS + half[None, :]
-            at = (column * (n_terms // 2))[None, :] + (step * (TERMS // 2) + half)[:, None]
-            byte = tl.load(numbers + at, mask=is_column[None, :], other=0)
-            origin = tl.load(zeros + column * n_steps + step, mask=is_column, other=0).to(tl.float32)[None, :]
-            row = tl.load(x_at, mask=is_row[:, None], other=0.0)
-            found = tl.dot(row, ((byte & 15).to(tl.float32) - origin).to(row.dtype), input_precision="ieee")
-            row = tl.load(x_at + TERMS // 2, mask=is_row[:, None], other=0.0)
-            found = tl.dot(row, ((byte >> 4).to(tl.float32) - origin).to(row.dtype), found, input_precision="ieee")
-            total += found * tl.load(scales + column * n_steps + step, mask=is_column, other=0.0)[None, :]
+            at = x + row + (step * TERMS + tl.arange(0, n_read))[:, None]
+            ahead = column * n_steps + tl.minimum(step + 1, end - 1)
+            next_scale, next_origin = tl.load(scales + ahead), tl.load(zeros + ahead)
+            low, high = levels_of(tl.load(weight_at), origin, x.dtype.element_ty)
+            found = tl.dot(low, tl.load(at), input_precision="ieee")
+            found = tl.dot(high, tl.load(at + n_read), found, input_precision="ieee")
+            total += found * scale[:, None]
+            scale, origin = next_scale, next_origin
         else:
-            terms = step * TERMS + tl.arange(0, TERMS)
-            inside = is_column[None, :] & (terms < n_terms)[:, None]
-            row = tl.load(x + rows[:, None] * n_terms + terms, mask=is_row[:, None] & (terms < n_terms), other=0.0)
-            weight = tl.load(numbers + (column * n_terms)[None, :] + terms[:, None], mask=inside, other=0.0)
-            total = tl.dot(row, weight.to(row.dtype), total, input_precision="ieee")
-    if not LEVELS:
-        total *= tl.load(scales + columns, mask=is_column, other=0.0)[None, :]
-    to = out + (part.to(tl.int64) * n_rows + rows[:, None]) * n_columns + columns[None, :]
-    tl.store(to, total.to(out.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
+            is_term = EVEN | (terms < n_terms)
+            weight = tl.load(weight_at, mask=is_term[None, :], other=0.0)
+            part_of_x = tl.load(x + row + terms[:, None], mask=is_term[:, None], other=0.0)
+            if SCALED:
+                weight = weight.to(tl.float32)  # from which float8 is converted faster than to bfloat16
+            total = tl.dot(weight.to(part_of_x.dtype), part_of_x, total, input_precision="ieee")
+    if SCALED:
+        total *= tl.load(scales + column)[:, None]
+    if GATED:
+        gate, other = tl.split(tl.permute(tl.reshape(total, [2, width, ROWS]), [1, 2, 0]))
+        gate = gate.to(dtype).to(tl.float32)
+        total = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32) * other.to(dtype).to(tl.float32)
+        columns = tl.program_id(0) * width + tl.arange(0, width)
+    to = out + (part.to(tl.int64) * n_rows + rows[None, :]) * n_columns + columns[:, None]
+    tl.store(to, total.to(dtype), mask=(rows < n_rows)[None, :] & (columns < n_columns)[:, None])
+
+
+def few_rows(
+    x: Float[Tensor, "n k"], weight: Float[Tensor, "f k"] | Narrow, gated: bool = False
+) -> Float[Tensor, "p n f"]:
+    """The product of at most `MANY_ROWS` rows with a weight, wide or narrow, in P parts whose sum it is.
+
+    One part has the dtype of x, more are float32. Gated, it is ``silu(first half) * second half``, in one part.
+    """
+    numbers, scales, zeros = weight if isinstance(weight, Narrow) else (weight, None, None)
+    levels, scaled = zeros is not None, zeros is None and scales is not None
+    tile = FEW["int4" if levels else "float8" if scaled else "wide", len(x) > 16]
+    n = len(numbers) // 2 if gated else len(numbers)
+    n_terms, terms = x.shape[1], weight.group if levels else tile["terms"]
+    tiles = triton.cdiv(len(numbers), tile["cols"])
+    parts = 1 if gated else n_parts(tiles, x.device, tile["most"], tile["parts"])
+    out = x.new_empty(parts, len(x), n, dtype=torch.float32 if parts > 1 else x.dtype)
+    few_rows_kernel[(triton.cdiv(n, tile["cols"] // 2 if gated else tile["cols"]), parts)](
+        x.contiguous(), numbers, scales, zeros, out, len(x), n, n_terms, LEVELS=levels, SCALED=scaled, GATED=gated,
+        EVEN=n_terms % terms == 0, TERMS=terms, ROWS=max(8, triton.next_power_of_2(len(x))), COLS=tile["cols"],
+        ASK=tile["ask"], num_warps=tile["warps"], num_stages=tile["stages"], **launch_early(x.device),
+    )  # fmt: skip
+    return out
 
 
 @triton.jit
@@ -291,16 +363,8 @@ def product(x: Float[Tensor, "m k"], weight: Narrow) -> Float[Tensor, "m n"]:
     """Rows times a narrow weight, by kernels; the terms are added up in float32."""
     if len(x) > MANY_ROWS:
         return nn.functional.linear(x, widen(weight, x.dtype))
-    x, n, levels = x.contiguous(), weight.n_columns, weight.zeros is not None
-    rows = min(64, max(16, triton.next_power_of_2(len(x))))
-    tiles = triton.cdiv(n, COLUMNS), triton.cdiv(len(x), rows)
-    parts = n_parts(tiles[0] * tiles[1], x.device)
-    out = x.new_empty(parts, len(x), n, dtype=torch.float32 if parts > 1 else x.dtype)
-    few_rows_kernel[(*tiles, parts)](
-        x, *weight, out, len(x), n, weight.n_terms, LEVELS=levels, TERMS=weight.group if levels else TERMS, ROWS=rows,
-        COLS=COLUMNS, num_warps=4, num_stages=3, **launch_early(x.device),
-    )  # fmt: skip
-    return out.sum(0).to(x.dtype) if parts > 1 else out[0]
+    parts = few_rows(x, weight)
+    return parts.sum(0).to(x.dtype) if len(parts) > 1 else parts[0]
 
 
 @functools.cache
@@ -309,6 +373,6 @@ def n_processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-def n_parts(n_programs: int, device: torch.device) -> int:
+def n_parts(n_programs: int, device: torch.device, most: int = 3, parts: int = 8) -> int:
     """Parts of the terms, a power of two up to 8: as many as give each processor at most three programs."""
-    return 1 << min(3, max(0, (3 * n_processors(device) // n_programs).bit_length() - 1))
+    return min(parts, 1 << max(0, (most * n_processors(device) // n_programs).bit_length() - 1))
