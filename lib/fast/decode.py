@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lib.fast.attention.paged import Tiles, prompt_attention
 from lib.fast.models import capture
 from lib.fast.parts.early import launch_early
-from lib.fast.parts.narrow import FEW, MANY_ROWS, Narrow, NarrowLinear, few_rows, join, widen
+from lib.fast.parts.narrow import MANY_ROWS, SOME_ROWS, Narrow, NarrowLinear, few_rows, join, tile_of, widen
 from lib.fast.parts.packed import Packed, block_attention_kernel, pointers
 from lib.fast.parts.rows import add_norm, embed, gate, merge, one_row, rotate_and_store
 from lib.given.kernels.mode import HAS_TRITON, INTERPRETED, triton
@@ -25,8 +25,6 @@ from lib.given.kernels.mode import HAS_TRITON, INTERPRETED, triton
 GRAPH_ROWS = 256  # of the largest graph
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 TILE = 16 if INTERPRETED else 64  # positions that the paged kernel reads at a time
-ATTENTION = TILE, 4, 3, False
-ALONE = True
 FIELDS = 4  # of a sequence, before its table: token, position, slot, length
 PADDING = np.array([[0], [0], [-1], [0]])  # where a batch has no sequence: nothing is written, nothing is attended to
 
@@ -90,10 +88,10 @@ def times(x: Float[Tensor, "n c"], weight: Tensor | Narrow) -> Float[Tensor, "p 
 
 def gated(x: Float[Tensor, "n c"], weight: Tensor | Narrow) -> Float[Tensor, "n f"]:
     """``silu(first half) * second half`` of the product of rows with a weight."""
-    kind = "wide" if isinstance(weight, Tensor) else "float8" if weight.zeros is None else "int4"
-    if takes_few(x, weight) and FEW[kind, len(x) > 16]["gated"]:
-        return few_rows(x, weight, gated=True)[0]
-    return gate(times(x, weight), x.dtype)
+    if not takes_few(x, weight) or not tile_of(x, weight).gates:
+        wide = isinstance(weight, Tensor)
+        return gate(nn.functional.linear(x, weight)[None] if wide else times(x, weight), x.dtype)
+    return few_rows(x, weight, gated=True)[0]
 
 
 def takes_few(x: Float[Tensor, "n c"], weight: Tensor | Narrow) -> bool:
@@ -213,7 +211,7 @@ class Steps:
     ) -> tuple[Tensor, Tensor | None]:
         """The residual stream x behind the last block, in place, and what is still to be added to it."""
         cache, eps, added = self.cache, self.config.norm_eps, None
-        alone = ALONE and len(x) == 1 and x.dtype != torch.float16  # in which a row times its gain can overflow
+        alone = len(x) == 1 and x.dtype != torch.float16  # in which a row times its gain can overflow
         for i, layer in enumerate(self.layers):
             if alone:
                 qkv = one_row(x, layer.wqkv, layer.attention_norm, eps)[None]
@@ -248,13 +246,13 @@ class Steps:
         o = torch.empty(n_parts, batch, n_heads, width, dtype=kind, device=queries.device)
         lse = torch.empty(n_parts, batch, n_heads, dtype=torch.float32, device=queries.device)
         (k, k_scales, largest), (v, v_scales, _) = pointers(keys), pointers(values)
-        tile, warps, stages, asks = ATTENTION
+        few = batch <= SOME_ROWS
         block_attention_kernel[(batch, n_kv_heads, n_parts)](
             queries, k, v, k_scales, v_scales, tables, lengths, o, lse, width**-0.5, n_heads, tables.shape[1],
             SIZE=size, GROUP=n_heads // n_kv_heads, D=width, WIDTH=triton.next_power_of_2(width),
-            ROWS=max(16, triton.next_power_of_2(n_heads // n_kv_heads)), COLS=tile, SCALED=largest > 0,
-            LINES=max(1, triton.next_power_of_2(width * k.element_size()) // 128) if asks else 0, num_warps=warps,
-            num_stages=stages, **launch_early(queries.device),
+            ROWS=max(16, triton.next_power_of_2(n_heads // n_kv_heads)), COLS=TILE if few else 2 * TILE,
+            SCALED=largest > 0, LINES=triton.cdiv(triton.next_power_of_2(width) * k.element_size(), 128) if few else 0,
+            num_warps=4, num_stages=3 if few else 2, **launch_early(queries.device),
         )  # fmt: skip
         return merge(o, lse, queries.dtype) if n_parts > 1 else o[0]
 

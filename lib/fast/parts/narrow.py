@@ -18,12 +18,36 @@ from lib.given.kernels.int4 import dequantize_int4
 from lib.given.kernels.mode import tl, triton
 
 MANY_ROWS = 64  # above it a wide copy of the weight costs less than its arithmetic
-COLUMNS = 64  # of a product of few rows that a program computes
-FEW = {
-    (kind, more): {"terms": 128, "cols": 64, "warps": 4, "stages": 3, "ask": 0, "most": 3, "parts": 8, "gated": True}
-    for kind in ("wide", "float8", "int4")
-    for more in (False, True)
+COLUMNS = 64  # of a product of few rows that a program computes: a tile of the tensor cores
+SOME_ROWS = 16
+
+
+class Tile(NamedTuple):
+    """How the programs of a product of few rows share it.
+
+    Attributes:
+        terms: That a program reads at a time; for levels it is the size of a group.
+        stages: Of these that are on their way at a time.
+        ask: Bytes of each row of the weight that are asked for before x is there.
+        programs: Of a processor, at most, if the terms are cut into parts.
+        parts: Of the terms, at most.
+        gates: Whether a program of a gated product computes both halves; if not, a kernel of its own gates.
+    """
+
+    terms: int
+    stages: int
+    ask: int
+    programs: int
+    parts: int
+    gates: bool
+
+
+TILES = {
+    "wide": (Tile(128, 4, 0, 3, 8, False), Tile(128, 3, 256, 3, 4, True)),
+    "float8": (Tile(128, 4, 256, 6, 8, False), Tile(128, 4, 512, 3, 4, False)),
+    "int4": (Tile(128, 3, 256, 6, 8, False), Tile(128, 4, 512, 3, 8, False)),
 }
+"""For at most `SOME_ROWS` and for more. As measured on an H200."""
 
 
 class Narrow(NamedTuple):
@@ -138,6 +162,27 @@ def gate_and_add(first, second, at, inside, GATED: tl.constexpr, ADD: tl.constex
 
 
 @triton.jit
+def products_of_groups(
+    packed, scales, zeros, columns, inside, group, at, low, high, sums, n_groups, GROUP: tl.constexpr
+):  # fmt: skip
+    """The products of some groups of some rows of levels with those of a row of numbers, added up over the groups.
+
+    A level q becomes 1 + q / 16 by setting four bits of a float32, which is faster than a conversion.
+    A group's sum of (1 + q / 16) x is computed first, and what it has too much is taken off.
+    """
+    column = columns.to(tl.int64) * n_groups
+    bytes_at = packed + (column * (GROUP // 2))[:, None, None] + at[None, :, :]
+    byte = tl.load(bytes_at, mask=inside[:, :, None], other=0).to(tl.int32)
+    first = ((byte << 19) & 0x780000 | 0x3F800000).to(tl.float32, bitcast=True)
+    second = ((byte << 15) & 0x780000 | 0x3F800000).to(tl.float32, bitcast=True)
+    found = tl.sum(first * low[None, :, :] + second * high[None, :, :], 2)
+    where = column[:, None] + group[None, :]
+    origin = tl.load(zeros + where, mask=inside, other=0).to(tl.float32)
+    factor = tl.load(scales + where, mask=inside, other=0.0)
+    return tl.sum(factor * (16.0 * found - (16.0 + origin) * sums[None, :]), 1)
+
+
+@triton.jit
 def one_int4_row_kernel(
     x, packed, scales, zeros, gain, out, n_columns, n_groups, eps,
     NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr,
@@ -145,68 +190,40 @@ def one_int4_row_kernel(
 ):  # fmt: skip
     """As `lib.fast.parts.rows.one_row_kernel`, for a weight of levels; GROUP numbers share a scale and a zero point.
 
-    A program reads words of four bytes: one word's levels are multiplied and added up by one thread.
-    A level q becomes 1 + q / 16 by setting four bits of a float32, which is faster than a conversion.
-    The sum of (1 + q / 16) x is computed first, and what it has too much is taken off.
     Bytes moved: the levels and their scales once. FLOPs: two for each level.
     """
-    columns, word = tl.program_id(0) * COLS + tl.arange(0, COLS), tl.arange(0, GROUP // 8)
+    columns, half = tl.program_id(0) * COLS + tl.arange(0, COLS), tl.arange(0, GROUP // 2)
     is_column = columns < n_columns
-    dtype: tl.constexpr = out.dtype.element_ty
+    dtype = out.dtype.element_ty
+    first, second = tl.zeros([COLS], tl.float32), tl.zeros([COLS], tl.float32)
+    squares = tl.zeros([GROUPS], tl.float32)
     if EARLY:
         n_bytes = n_groups * (GROUP // 2)
         ask_for_rows(packed, columns, n_columns, n_bytes, n_bytes, 16)
         if GATED:
             ask_for_rows(packed + n_columns.to(tl.int64) * n_bytes, columns, n_columns, n_bytes, n_bytes, 16)
     wait_for_the_kernel_ahead(EARLY)
-    words, behind = packed.to(tl.pointer_type(tl.int32)), n_columns.to(tl.int64) * n_groups
-    one, two = tl.zeros([COLS, GROUPS, GROUP // 8], tl.float32), tl.zeros([COLS, GROUPS, GROUP // 8], tl.float32)
-    squares = tl.zeros([GROUPS, GROUP // 8], tl.float32)
     for start in range(0, n_groups, GROUPS):
         group = start + tl.arange(0, GROUPS)
         known = (group < n_groups)[:, None]
-        inside = is_column[:, None] & (group < n_groups)[None, :]
-        where = columns.to(tl.int64)[:, None] * n_groups + group[None, :]
-        place, at = group[:, None] * GROUP + 4 * word[None, :], where[:, :, None] * (GROUP // 8) + word[None, None, :]
-        first, sums = tl.load(words + at, mask=inside[:, :, None], other=0), tl.zeros_like(squares)
-        found, found_two, second = tl.zeros_like(one), tl.zeros_like(one), first
+        place, inside = group[:, None] * GROUP + half[None, :], is_column[:, None] & (group < n_groups)[None, :]
+        low = tl.load(x + place, mask=known, other=0.0).to(tl.float32)
+        high = tl.load(x + place + GROUP // 2, mask=known, other=0.0).to(tl.float32)
+        if NORM:
+            squares += tl.sum(low * low + high * high, 1)
+            low *= tl.load(gain + place, mask=known, other=0.0).to(tl.float32)
+            high *= tl.load(gain + place + GROUP // 2, mask=known, other=0.0).to(tl.float32)
+            low, high = low.to(dtype).to(tl.float32), high.to(dtype).to(tl.float32)
+        sums, at = tl.sum(low + high, 1), group[:, None] * (GROUP // 2) + half[None, :]
+        first += products_of_groups(packed, scales, zeros, columns, inside, group, at, low, high, sums, n_groups, GROUP)
         if GATED:
-            second = tl.load(words + behind * (GROUP // 8) + at, mask=inside[:, :, None], other=0)
-        for level in tl.static_range(8):  # the low level of each byte, then the high ones
-            number = place + (level % 4 + level // 4 * (GROUP // 2))
-            row = tl.load(x + number, mask=known, other=0.0).to(tl.float32)
-            if NORM:
-                squares += row * row
-                row *= tl.load(gain + number, mask=known, other=0.0).to(tl.float32)
-                row = row.to(dtype).to(tl.float32)
-            sums += row
-            found += level_of(first, level % 4 * 8 + level // 4 * 4) * row[None, :, :]
-            if GATED:
-                found_two += level_of(second, level % 4 * 8 + level // 4 * 4) * row[None, :, :]
-        one += corrected(found, sums, scales + where, zeros + where, inside)
-        if GATED:
-            two += corrected(found_two, sums, scales + behind + where, zeros + behind + where, inside)
-    scale = tl.rsqrt(tl.sum(tl.sum(squares, 1), 0) / (n_groups * GROUP) + eps) if NORM else 1.0
-    total, other = tl.sum(tl.sum(one, 2), 1) * scale, tl.sum(tl.sum(two, 2), 1) * scale
-    tl.store(out + columns, gate_and_add(total, other, out + columns, is_column, GATED, ADD), mask=is_column)
-
-
-@triton.jit
-def level_of(words, BIT: tl.constexpr):
-    """1 + q / 16 for the level q that begins at a bit of each word."""
-    if BIT <= 19:
-        bits = words << (19 - BIT)
-    else:
-        bits = words >> (BIT - 19)
-    return (bits & 0x780000 | 0x3F800000).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def corrected(found, sums, scales, zeros, inside):
-    """Sums of (q - origin) x scale, from those of (1 + q / 16) x and of x."""
-    origin = 16.0 + tl.load(zeros, mask=inside, other=0).to(tl.float32)
-    factor = tl.load(scales, mask=inside, other=0.0)
-    return factor[:, :, None] * (16.0 * found - origin[:, :, None] * sums[None, :, :])
+            behind = n_columns + columns
+            second += products_of_groups(
+                packed, scales, zeros, behind, inside, group, at, low, high, sums, n_groups, GROUP
+            )
+    scale = tl.rsqrt(tl.sum(squares, 0) / (n_groups * GROUP) + eps) if NORM else 1.0
+    found = gate_and_add(first * scale, second * scale, out + columns, is_column, GATED, ADD)
+    tl.store(out + columns, found, mask=is_column)
 
 
 def one_int4_row(
@@ -308,6 +325,12 @@ def few_rows_kernel(
     tl.store(to, total.to(dtype), mask=(rows < n_rows)[None, :] & (columns < n_columns)[:, None])
 
 
+def tile_of(x: Float[Tensor, "n k"], weight: Tensor | Narrow) -> Tile:
+    """The tile of a product of few rows."""
+    kind = "wide" if isinstance(weight, Tensor) else "float8" if weight.zeros is None else "int4"
+    return TILES[kind][len(x) > SOME_ROWS]
+
+
 def few_rows(
     x: Float[Tensor, "n k"], weight: Float[Tensor, "f k"] | Narrow, gated: bool = False
 ) -> Float[Tensor, "p n f"]:
@@ -317,16 +340,16 @@ def few_rows(
     """
     numbers, scales, zeros = weight if isinstance(weight, Narrow) else (weight, None, None)
     levels, scaled = zeros is not None, zeros is None and scales is not None
-    tile = FEW["int4" if levels else "float8" if scaled else "wide", len(x) > 16]
-    n = len(numbers) // 2 if gated else len(numbers)
-    n_terms, terms = x.shape[1], weight.group if levels else tile["terms"]
-    tiles = triton.cdiv(len(numbers), tile["cols"])
-    parts = 1 if gated else n_parts(tiles, x.device, tile["most"], tile["parts"])
+    tile = tile_of(x, weight)
+    n, n_terms = len(numbers) // 2 if gated else len(numbers), x.shape[1]
+    terms, width = weight.group if levels else tile.terms, COLUMNS // 2 if gated else COLUMNS
+    tiles = triton.cdiv(n, width)
+    parts = 1 if gated else n_parts(tiles, x.device, tile)
     out = x.new_empty(parts, len(x), n, dtype=torch.float32 if parts > 1 else x.dtype)
-    few_rows_kernel[(triton.cdiv(n, tile["cols"] // 2 if gated else tile["cols"]), parts)](
+    few_rows_kernel[(tiles, parts)](
         x.contiguous(), numbers, scales, zeros, out, len(x), n, n_terms, LEVELS=levels, SCALED=scaled, GATED=gated,
-        EVEN=n_terms % terms == 0, TERMS=terms, ROWS=max(8, triton.next_power_of_2(len(x))), COLS=tile["cols"],
-        ASK=tile["ask"], num_warps=tile["warps"], num_stages=tile["stages"], **launch_early(x.device),
+        EVEN=n_terms % terms == 0, TERMS=terms, ROWS=max(8, triton.next_power_of_2(len(x))), COLS=COLUMNS,
+        ASK=tile.ask, num_warps=4, num_stages=tile.stages, **launch_early(x.device),
     )  # fmt: skip
     return out
 
@@ -373,6 +396,6 @@ def n_processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-def n_parts(n_programs: int, device: torch.device, most: int = 3, parts: int = 8) -> int:
-    """Parts of the terms, a power of two up to 8: as many as give each processor at most three programs."""
-    return min(parts, 1 << max(0, (most * n_processors(device) // n_programs).bit_length() - 1))
+def n_parts(n_tiles: int, device: torch.device, tile: Tile) -> int:
+    """Parts of the terms, a power of two: as many as give no processor more programs than the tile allows."""
+    return min(tile.parts, 1 << max(0, (tile.programs * n_processors(device) // n_tiles).bit_length() - 1))
