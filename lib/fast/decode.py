@@ -88,16 +88,17 @@ def times(x: Float[Tensor, "n c"], weight: Tensor | Narrow) -> Float[Tensor, "p 
 
 def gated(x: Float[Tensor, "n c"], weight: Tensor | Narrow) -> Float[Tensor, "n f"]:
     """``silu(first half) * second half`` of the product of rows with a weight."""
-    if not takes_few(x, weight) or not tile_of(x, weight).gates:
-        wide = isinstance(weight, Tensor)
-        return gate(nn.functional.linear(x, weight)[None] if wide else times(x, weight), x.dtype)
-    return few_rows(x, weight, gated=True)[0]
+    if takes_few(x, weight) and tile_of(x, weight).gates:
+        return few_rows(x, weight, gated=True)[0]
+    return gate(times(x, weight) if isinstance(weight, Narrow) else nn.functional.linear(x, weight)[None], x.dtype)
 
 
 def takes_few(x: Float[Tensor, "n c"], weight: Tensor | Narrow) -> bool:
-    """Whether a product is faster by `few_rows` than by PyTorch."""
-    is_new = launch_early(x.device)["EARLY"] and x.element_size() == 2
-    return len(x) <= MANY_ROWS and (isinstance(weight, Narrow) or is_new)
+    """Whether `few_rows` computes a product: of a narrow weight always, if the rows are few; of a wide one on a GPU
+    whose kernels begin early, in 16 bits.
+    """
+    begins_early = launch_early(x.device)["EARLY"] and x.element_size() == 2
+    return len(x) <= MANY_ROWS and (isinstance(weight, Narrow) or begins_early)
 
 
 class Steps:

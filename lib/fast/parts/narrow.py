@@ -1,4 +1,4 @@
-"""Weights of 4 and of 8 bits, and their products with the rows of a serving step.
+"""Weights of 4 and of 8 bits, and the products of a serving step's rows with these and with wide weights.
 
 A decoding step reads every weight for a few rows, so its time is that of the bytes. These kernels read the narrow
 numbers and make them wide in registers: no wide weight is written to memory.
@@ -17,24 +17,23 @@ from lib.fast.parts.early import ask_for_rows, launch_early, wait_for_the_kernel
 from lib.given.kernels.int4 import dequantize_int4
 from lib.given.kernels.mode import tl, triton
 
+SOME_ROWS = 16  # up to which a product's parts are small beside its weight
 MANY_ROWS = 64  # above it a wide copy of the weight costs less than its arithmetic
-COLUMNS = 64  # of a product of few rows that a program computes: a tile of the tensor cores
-SOME_ROWS = 16
+COLUMNS = 64  # of a product that a program computes: as many as a tile of the tensor cores has
+TERMS = 128  # that it reads at a time; of levels it reads a group
 
 
 class Tile(NamedTuple):
     """How the programs of a product of few rows share it.
 
     Attributes:
-        terms: That a program reads at a time; for levels it is the size of a group.
-        stages: Of these that are on their way at a time.
+        stages: Groups of terms that are on their way at a time.
         ask: Bytes of each row of the weight that are asked for before x is there.
-        programs: Of a processor, at most, if the terms are cut into parts.
-        parts: Of the terms, at most.
+        programs: For each processor, at most, where the terms are cut into parts.
+        parts: Of the terms, at most, which different programs sum.
         gates: Whether a program of a gated product computes both halves; if not, a kernel of its own gates.
     """
 
-    terms: int
     stages: int
     ask: int
     programs: int
@@ -43,9 +42,9 @@ class Tile(NamedTuple):
 
 
 TILES = {
-    "wide": (Tile(128, 4, 0, 3, 8, False), Tile(128, 3, 256, 3, 4, True)),
-    "float8": (Tile(128, 4, 256, 6, 8, False), Tile(128, 4, 512, 3, 4, False)),
-    "int4": (Tile(128, 3, 256, 6, 8, False), Tile(128, 4, 512, 3, 8, False)),
+    "wide": (Tile(3, 256, 3, 8, False), Tile(3, 256, 3, 4, True)),
+    "float8": (Tile(3, 256, 6, 16, False), Tile(4, 512, 3, 4, True)),
+    "int4": (Tile(3, 256, 6, 16, False), Tile(4, 512, 3, 8, True)),
 }
 """For at most `SOME_ROWS` and for more. As measured on an H200."""
 
@@ -342,7 +341,7 @@ def few_rows(
     levels, scaled = zeros is not None, zeros is None and scales is not None
     tile = tile_of(x, weight)
     n, n_terms = len(numbers) // 2 if gated else len(numbers), x.shape[1]
-    terms, width = weight.group if levels else tile.terms, COLUMNS // 2 if gated else COLUMNS
+    terms, width = weight.group if levels else TERMS, COLUMNS // 2 if gated else COLUMNS
     tiles = triton.cdiv(n, width)
     parts = 1 if gated else n_parts(tiles, x.device, tile)
     out = x.new_empty(parts, len(x), n, dtype=torch.float32 if parts > 1 else x.dtype)

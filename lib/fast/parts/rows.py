@@ -3,7 +3,7 @@
 With so few rows every product reads its whole weight for little arithmetic, so memory traffic sets the time of a step.
 Each launch, and each small tensor that is written only to be read again, adds to it.
 For a single row, the norm before a product, the gate behind it and the residual stream's sum are part of the product's
-kernel. For more rows PyTorch's products are faster.
+kernel. A product of more rows may come in parts, which the next kernel adds up as it reads them.
 """
 
 from typing import Any
@@ -17,7 +17,6 @@ from lib.fast.parts.narrow import Narrow, gate_and_add, one_int4_row
 from lib.fast.parts.packed import pointers
 from lib.given.kernels.mode import tl, triton
 
-NORM_WARPS = 16  # of a row that is the sum of several parts
 LONG_ROW = 4096  # terms from which a program reads longer pieces of fewer rows
 TILES = {
     "wide": ((4, 2048, 4), (4, 1024, 4), (4, 2048, 4)),
@@ -142,7 +141,7 @@ def add_norm(
     out = torch.empty_like(x)
     add_norm_kernel[(len(x),)](
         x, added, gain, out, x.shape[1], eps, PARTS=0 if added is None else len(added),
-        COLS=triton.next_power_of_2(x.shape[1]), num_warps=NORM_WARPS, **launch_early(x.device),
+        COLS=triton.next_power_of_2(x.shape[1]), num_warps=16, **launch_early(x.device),
     )  # fmt: skip
     return out
 
