@@ -247,13 +247,14 @@ class Steps:
         o = torch.empty(n_parts, batch, n_heads, width, dtype=kind, device=queries.device)
         lse = torch.empty(n_parts, batch, n_heads, dtype=torch.float32, device=queries.device)
         (k, k_scales, largest), (v, v_scales, _) = pointers(keys), pointers(values)
-        few = batch <= SOME_ROWS
+        few, n_bytes = batch <= SOME_ROWS, triton.next_power_of_2(width) * k.element_size()
+        is_long = not few and width * queries.element_size() <= 256  # of which shared memory has room for two
         block_attention_kernel[(batch, n_kv_heads, n_parts)](
             queries, k, v, k_scales, v_scales, tables, lengths, o, lse, width**-0.5, n_heads, tables.shape[1],
             SIZE=size, GROUP=n_heads // n_kv_heads, D=width, WIDTH=triton.next_power_of_2(width),
-            ROWS=max(16, triton.next_power_of_2(n_heads // n_kv_heads)), COLS=TILE if few else 2 * TILE,
-            SCALED=largest > 0, LINES=triton.cdiv(triton.next_power_of_2(width) * k.element_size(), 128) if few else 0,
-            num_warps=4, num_stages=3 if few else 2, **launch_early(queries.device),
+            ROWS=max(16, triton.next_power_of_2(n_heads // n_kv_heads)), COLS=TILE << is_long,
+            SCALED=largest > 0, LINES=triton.cdiv(n_bytes, 128) if few else 0,
+            num_warps=4, num_stages=2 if is_long else 3, **launch_early(queries.device),
         )  # fmt: skip
         return merge(o, lse, queries.dtype) if n_parts > 1 else o[0]
 

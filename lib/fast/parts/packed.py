@@ -99,7 +99,8 @@ def block_attention_kernel(
     n_tiles, n_parts = tl.cdiv(length, COLS), tl.num_programs(2)
     begin, end = part * n_tiles // n_parts, (part + 1) * n_tiles // n_parts
     if EARLY and LINES > 0:
-        line = (128 * tl.arange(0, LINES))[None, :]
+        size: tl.constexpr = keys.dtype.element_ty.primitive_bitwidth // 8
+        line = tl.minimum(128 * tl.arange(0, LINES), D * size - 1)[None, :]
         for tile in range(begin, end):
             cols = tl.minimum(tile * COLS + tl.arange(0, COLS), length - 1)
             head = (tl.load(tables + b * M + cols // SIZE) * SIZE + cols % SIZE) * (H // GROUP) + g

@@ -138,10 +138,10 @@ def add_norm(
     x: Float[Tensor, "n c"], added: Float[Tensor, "p n c"] | None, gain: Float[Tensor, " c"], eps: float
 ) -> Float[Tensor, "n c"]:
     """Add a product in P parts to the residual stream x, in place, and return RMSNorm of the sum."""
-    out = torch.empty_like(x)
+    out, parts = torch.empty_like(x), 0 if added is None else len(added)
     add_norm_kernel[(len(x),)](
-        x, added, gain, out, x.shape[1], eps, PARTS=0 if added is None else len(added),
-        COLS=triton.next_power_of_2(x.shape[1]), num_warps=16, **launch_early(x.device),
+        x, added, gain, out, x.shape[1], eps, PARTS=parts, COLS=triton.next_power_of_2(x.shape[1]),
+        num_warps=16 if parts > 1 else 4, **launch_early(x.device),
     )  # fmt: skip
     return out
 
