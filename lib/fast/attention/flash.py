@@ -505,7 +505,7 @@ def _plan_backward(xs: tuple[Tensor, ...], is_causal: bool, has_sums: bool = Fal
     if n_tiles:
         chosen = StoredBackward(sizes, q.device, n_programs(q.device), n_tiles, two_passes)
     elif is_wide:
-        chosen = WideBackward(sizes, otherwise=two_passes)
+        chosen = WideBackward(sizes, has_roles(q), two_passes)
     return Plan(_copied(xs), (_like(q), _like(k), _like(v), *sums), chosen, {})
 
 

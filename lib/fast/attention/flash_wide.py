@@ -1,15 +1,17 @@
-"""The backward pass for heads of width 256 with five products, in Triton's own language.
+"""The backward pass for heads wider than 128 with five products: dS goes through memory.
 
 A program that computes dK and dV together would need more registers than there are, for both accumulators are as wide
-as a head. ``lib.fast.attention.flash`` therefore computes dQ, dK and dV apart, and each needs the scores again: eight
-products. Here the first kernel computes dV, and puts dS, the gradients of the scores, into memory in 16 bits:
+as a head. To compute dQ, dK and dV apart, as ``lib.fast.attention.flash`` does otherwise, takes the scores three times:
+eight products. Here the first kernel computes dV, and puts dS, the gradients of the scores, into memory in 16 bits:
 
 1. a short kernel computes what is needed of each row: its logsumexp, and the sum of its o * do;
 2. dV, and dS [keys, rows] for each query head: the scores, dP, and P^T dO;
 3. dK = dS Q, for each key head the sum over the query heads that share it;
 4. dQ = dS^T K.
 
-The last two only read dS, which takes as many bytes as it has entries, twice.
+The last two are plain products without masks. So the first one also writes the zeros of hidden pairs, in every tile of
+128 keys and 128 rows in which a row sees a key. It is here in Triton's own language, and with roles for warps in
+``lib.fast.attention.flash_wide_hopper``, which is faster.
 """
 
 import math
@@ -17,8 +19,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from lib.fast.attention.flash_hopper import Roles
 from lib.fast.attention.flash_portable import _place, _tile
 from lib.fast.attention.flash_stored import statistics_launch
+from lib.fast.attention.flash_wide_hopper import hopper_wide
 from lib.fast.launch import LENGTHS, Box, Launch, Sizes, grid_by_rows
 from lib.given.kernels.tiles import INTERPRETED, tl, triton
 
@@ -32,9 +36,11 @@ class Cut(NamedTuple):
     stages: int
 
 
-# dV and dS, dK, dQ: found on an H200 by ``lib.bench.kernels.flash_tune``
-CUTS = (Cut(32, 64, 4, 3), Cut(64, 128, 8, 3), Cut(128, 64, 8, 3))
-SMALL = (Cut(16, 32, 4, 2), Cut(16, 32, 4, 2), Cut(32, 16, 4, 2))  # for the interpreter
+# dV and dS, dK, dQ: the fastest on an H200 of some ten cuts each.
+ROLES = Roles(2, 32, 2)  # of the first kernel where `has_roles` holds
+CUTS = (Cut(64, 64, 4, 2), Cut(64, 128, 8, 4), Cut(128, 64, 8, 4))
+SMALL = (Cut(32, 64, 4, 2), Cut(64, 128, 4, 2), Cut(128, 64, 4, 2))  # for the interpreter
+BLOCK = tl.constexpr(128)  # rows and keys within which all pairs of dS are written, or none
 # Fewest queries and keys of a head, and queries of all heads, for which dS goes through memory.
 WIDE_LENGTH, WIDE_ROWS = 512, 2**15
 MOST_SHARE = 8  # dS takes at most so small a part of the GPU's memory: an eighth
@@ -82,7 +88,7 @@ def wide_dv_kernel(
     q, k, v, do, dv, ds, stats, T, S, G, padded, scale2,
     GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """dV of COLS keys of a key head, and their part of dS [batch, heads, S, padded] of all heads that share it."""
+    """dV of COLS keys of a key head, and their part of dS [batch, heads, S, T] of all heads that share it."""
     head, start = _keys_place(COLS)
     b, g = head // G, head % G
     key = _tile(k, b, g, start, COLS, D)
@@ -91,7 +97,7 @@ def wide_dv_kernel(
     acc = tl.zeros([COLS, D], tl.float32)
     first, whole = 0, 0
     if CAUSAL:
-        first = tl.maximum(start + T - S, 0) // ROWS * ROWS
+        first = tl.maximum(start // BLOCK * BLOCK + T - S, 0) // BLOCK * BLOCK
         whole = tl.minimum(tl.cdiv(tl.maximum(start + COLS - 1 + T - S, 0), ROWS) * ROWS, tl.cdiv(T, ROWS) * ROWS)
     for shared in tl.range(GROUP):
         h, base = g * GROUP + shared, (head * GROUP + shared) * padded
@@ -105,19 +111,6 @@ def wide_dv_kernel(
     dv.store([b, g, start, 0], acc.to(key.dtype).reshape(1, 1, COLS, D))
 
 
-@triton.jit
-def _stored(ds, b, h, key, row, T, S, ROWS: tl.constexpr, COLS: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr):
-    """A tile [COLS, ROWS] of dS; with MASK, zeros where nothing was stored, which may hold anything."""
-    tile = ds.load([b, h, key, row]).reshape(COLS, ROWS)
-    if MASK:
-        keys, rows = key + tl.arange(0, COLS)[:, None], row + tl.arange(0, ROWS)[None, :]
-        inside = (keys < S) & (rows < T)
-        if CAUSAL:
-            inside = inside & (rows >= keys + T - S)
-        tile = tl.where(inside, tile, 0.0)
-    return tile
-
-
 @triton.jit(do_not_specialize=LENGTHS)
 def wide_dk_kernel(
     q, dk, ds, T, S, G, scale,
@@ -127,21 +120,12 @@ def wide_dk_kernel(
     head, start = _keys_place(COLS)
     b, g = head // G, head % G
     acc = tl.zeros([COLS, D], tl.float32)
-    first, left, whole = 0, 0, T // ROWS * ROWS
-    if CAUSAL:
-        first = tl.maximum(start + T - S, 0) // ROWS * ROWS
-        left = tl.cdiv(tl.maximum(start + COLS - 1 + T - S, 0), ROWS) * ROWS
-    for shared in tl.range(GROUP):
-        h = g * GROUP + shared
-        for at in tl.range(first, tl.minimum(left, T), ROWS):
-            tile = _stored(ds, b, h, start, at, T, S, ROWS, COLS, CAUSAL, True)
-            acc = tl.dot(tile, _tile(q, b, h, at, ROWS, D), acc, input_precision="ieee")
-        for at in tl.range(left, whole, ROWS):
-            tile = _stored(ds, b, h, start, at, T, S, ROWS, COLS, CAUSAL, False)
-            acc = tl.dot(tile, _tile(q, b, h, at, ROWS, D), acc, input_precision="ieee")
-        for at in tl.range(tl.maximum(left, whole), T, ROWS):
-            tile = _stored(ds, b, h, start, at, T, S, ROWS, COLS, CAUSAL, True)
-            acc = tl.dot(tile, _tile(q, b, h, at, ROWS, D), acc, input_precision="ieee")
+    first = tl.maximum(start + T - S, 0) // ROWS * ROWS if CAUSAL else 0
+    each = tl.cdiv(T - first, ROWS)
+    for n in tl.range(GROUP * each):
+        h, at = g * GROUP + n // each, first + n % each * ROWS
+        tile = ds.load([b, h, start, at]).reshape(COLS, ROWS)
+        acc = tl.dot(tile, _tile(q, b, h, at, ROWS, D), acc, input_precision="ieee")
     dk.store([b, g, start, 0], (acc * scale).to(dk.dtype).reshape(1, 1, COLS, D))
 
 
@@ -153,18 +137,11 @@ def wide_dq_kernel(
     """dQ of ROWS queries of a head."""
     head, start = _place(ROWS)
     b, h = head // H, head % H
-    g = h // GROUP
     acc = tl.zeros([ROWS, D], tl.float32)
-    whole, end = S // COLS * COLS, S
-    if CAUSAL:
-        whole = tl.minimum(tl.maximum(start + S - T + 1, 0), S) // COLS * COLS
-        end = tl.minimum(start + ROWS + S - T, S)
-    for at in tl.range(0, whole, COLS):
-        tile = _stored(ds, b, h, at, start, T, S, ROWS, COLS, CAUSAL, False)
-        acc = tl.dot(tile.T, _tile(k, b, g, at, COLS, D), acc, input_precision="ieee")
-    for at in tl.range(whole, end, COLS):
-        tile = _stored(ds, b, h, at, start, T, S, ROWS, COLS, CAUSAL, True)
-        acc = tl.dot(tile.T, _tile(k, b, g, at, COLS, D), acc, input_precision="ieee")
+    end = tl.minimum(start + ROWS + S - T, S) if CAUSAL else S
+    for at in tl.range(0, end, COLS):
+        tile = ds.load([b, h, at, start]).reshape(COLS, ROWS)
+        acc = tl.dot(tile.T, _tile(k, b, h // GROUP, at, COLS, D), acc, input_precision="ieee")
     dq.store([b, h, start, 0], (acc * scale).to(dq.dtype).reshape(1, 1, ROWS, D))
 
 
@@ -220,19 +197,19 @@ class WideBackward:
 
     Args:
         sizes: Of all tensors; see `stores_wide`.
-        cuts: Of the kernels of dV, dK and dQ.
+        with_roles: Whether the first kernel gives its warps roles.
         otherwise: Called with the same tensors if the device has too little memory left for dS.
     """
 
     is_ready = False  # it needs tensors, not only addresses
 
-    def __init__(
-        self, sizes: Sizes, cuts: tuple[Cut, Cut, Cut] = SMALL if INTERPRETED else CUTS, otherwise: Any = None
-    ):
+    def __init__(self, sizes: Sizes, with_roles: bool = False, otherwise: Any = None):
+        for_dv, for_dk, for_dq = SMALL if INTERPRETED else CUTS
         self.statistics = statistics_launch(sizes, 0)
-        launches = (launch_dv, launch_dk, launch_dq)
-        self.for_dv, self.for_dk, self.for_dq = (make(sizes, cut) for make, cut in zip(launches, cuts, strict=True))
-        self.ds_shape, self.n_stats = (sizes.n_batches, sizes.n_heads, sizes.s, sizes.padded), 2 * sizes.n_rows
+        self.for_dv = hopper_wide(sizes, ROLES) if with_roles else launch_dv(sizes, for_dv)
+        self.for_dk, self.for_dq = launch_dk(sizes, for_dk), launch_dq(sizes, for_dq)
+        self.ds_shape = sizes.n_batches, sizes.n_heads, sizes.s, sizes.padded
+        self.n_rows, self.n_stats = sizes.t, 2 * sizes.n_rows
         self.otherwise, self.is_short = otherwise, False
 
     def __call__(self, q, k, v, o, do, lse, dq, dk, dv) -> None:
@@ -240,8 +217,8 @@ class WideBackward:
         if self.is_short:
             self.otherwise(q, k, v, o, do, lse, dq, dk, dv)
             return
-        try:
-            ds = torch.empty(self.ds_shape, dtype=q.dtype, device=q.device)
+        try:  # without what lies beyond the last row, which is not written: a load of it gives zeros
+            ds = torch.empty(self.ds_shape, dtype=q.dtype, device=q.device)[..., : self.n_rows]
         except torch.OutOfMemoryError:
             if self.otherwise is None:
                 raise

@@ -1,7 +1,7 @@
-"""dV and dS of wide heads with roles for a Hopper GPU's warps: `lib.fast.attention.flash_wide`'s first kernel again.
+"""dV and dS of wide heads with roles for a Hopper GPU's warps: the first kernel of `lib.fast.attention.flash_wide`.
 
-Read ``lib.fast.attention.flash_hopper`` first. A program has 128 keys of a head, 64 for each user. Tiles of queries and
-of gradients pass by. A user's accumulator of dV takes half of its registers, so it has none for dK: it copies dS out.
+Read ``lib.fast.attention.flash_hopper`` first. A program has 128 keys of a head, 64 for each user; tiles of queries and
+of gradients pass by. A user's accumulator of dV takes half of its registers, so it has none for dK, and copies dS out.
 """
 
 import math
@@ -18,6 +18,7 @@ if GLUON:
         _begin_scores,
         _end_row,
         _first_row,
+        left,
         tile_layout,
     )
     from lib.fast.gluon import (
@@ -37,15 +38,25 @@ if GLUON:
         warpgroup_mma_wait,
     )
 
-    @gluon.constexpr_function
-    def left_of(n):
-        """Layout of a left factor that is read from registers."""
-        return gl.DotOperandLayout(operand_index=0, parent=acc(n), k_width=2)
-
     @gluon.jit
     def _place_of_keys():
         """Head of keys, counted through all batches, and first key; the first keys, which most see, come first."""
         return gl.program_id(2) * gl.num_programs(0) + gl.program_id(0), gl.program_id(1) * 128
+
+    @gluon.jit
+    def _first_stored(start, T, S, CUT: gl.constexpr):
+        """The first of the rows for which these 128 keys have a place in dS."""
+        if CUT.causal:
+            return gl.maximum(start + T - S, 0) // 128 * 128
+        else:  # noqa: RET505
+            return 0
+
+    @gluon.jit
+    def _copy_scores(ds, ds_s, tile, at):
+        tma.store_wait(0)  # the previous tile has left the shared memory
+        ds_s.store(tile)
+        fence_async_shared()
+        copy_out(ds, at, as_box(ds_s, ds))
 
     @gluon.jit
     def _load_wide(given, CUT: gl.constexpr):
@@ -57,7 +68,7 @@ if GLUON:
         for user in gl.static_range(2):
             copy_in(k, [b, g, start + 64 * user, 0], once, as_box(k_s.index(user), k))
             copy_in(v, [b, g, start + 64 * user, 0], once, as_box(v_s.index(user), v))
-        first = _first_row(start, T, S, CUT)
+        first = _first_stored(start, T, S, CUT)
         each = (_end_row(T, CUT) - first) // CUT.tile
         for n in range(0, CUT.group * each + 1):
             shared = gl.minimum(n // each, CUT.group - 1)
@@ -73,11 +84,9 @@ if GLUON:
             copy_in(stats, [n_rows + at], full.index(place), sums_s.index(place))
 
     @gluon.jit
-    def _rows_of_wide(
-        dv, s, key, value, ring, n, rows, cols, scale2, ds, ds_s, at, S, MASK: gl.constexpr, CUT: gl.constexpr
-    ):
-        """One tile of dV, and of dS, which is copied out to ``at``. ``s`` holds its scores; those of the next tile are
-        returned too.
+    def _rows_of_wide(dv, s, key, value, ring, n, rows, cols, scale2, put, MASK: gl.constexpr, CUT: gl.constexpr):
+        """One tile of dV, and of dS, which is copied out. ``s`` holds its scores; those of the next tile are returned
+        too. ``put`` has the descriptor of dS, the shared memory on the way, and where the tile goes.
         """
         q_s, do_s, lse_s, sums_s, full, empty = ring
         place = n % CUT.stages
@@ -88,17 +97,11 @@ if GLUON:
         weights = gl.exp2(s * scale2 - lse2[None, :])
         if MASK:
             weights = gl.where(rows[None, :] >= cols[:, None], weights, 0.0)
-        if CUT.ragged:  # keys beyond the last one: infinity * 0 would spoil dQ
-            weights = gl.where(cols[:, None] < S, weights, 0.0)
-        narrow = gl.convert_layout(weights.to(key.dtype), left_of(CUT.width))
+        narrow = gl.convert_layout(weights.to(key.dtype), left(CUT.width))
         dv = warpgroup_mma(narrow, grad, dv, is_async=True)
         ahead = _begin_scores(key, q_s, full, n + 1, CUT)
         dp = warpgroup_mma_wait(2, deps=[dp])
-        d_scores = (weights * (dp - sums[None, :])).to(key.dtype)
-        tma.store_wait(0)  # the previous tile has left the shared memory
-        ds_s.store(d_scores)
-        fence_async_shared()
-        copy_out(ds, at, as_box(ds_s, ds))
+        _copy_scores(put[0], put[1], (weights * (dp - sums[None, :])).to(key.dtype), put[2])
         dv, ahead, narrow = warpgroup_mma_wait(0, deps=[dv, ahead, narrow])
         release(empty, n, CUT)
         return dv, ahead
@@ -121,19 +124,18 @@ if GLUON:
         s = warpgroup_mma_wait(0, deps=[_begin_scores(key, q_s, full, 0, CUT)])
         for shared in range(0, CUT.group):
             h = g * CUT.group + shared
-            for _ in range(_first_row(start, T, S, CUT), first, CUT.tile):  # rows that see none of this user's keys
+            for row in range(_first_stored(start, T, S, CUT), first, CUT.tile):  # rows that see none of these keys
                 s = warpgroup_mma_wait(0, deps=[_begin_scores(key, q_s, full, n + 1, CUT)])
+                _copy_scores(ds, ds_s, gl.full([64, CUT.tile], 0.0, key.dtype, acc(CUT.tile)), [b, h, mine, row])
                 release(empty, n, CUT)
                 n += 1
             for row in range(first, whole, CUT.tile):
-                dv, s = _rows_of_wide(
-                    dv, s, key, value, ring, n, rows + row, cols, scale2, ds, ds_s, [b, h, mine, row], S, True, CUT
-                )
+                put = (ds, ds_s, [b, h, mine, row])
+                dv, s = _rows_of_wide(dv, s, key, value, ring, n, rows + row, cols, scale2, put, True, CUT)
                 n += 1
             for row in range(whole, _end_row(T, CUT), CUT.tile):
-                dv, s = _rows_of_wide(
-                    dv, s, key, value, ring, n, rows, cols, scale2, ds, ds_s, [b, h, mine, row], S, False, CUT
-                )
+                put = (ds, ds_s, [b, h, mine, row])
+                dv, s = _rows_of_wide(dv, s, key, value, ring, n, rows, cols, scale2, put, False, CUT)
                 n += 1
         value.store(dv.to(value.dtype))
         fence_async_shared()
