@@ -35,7 +35,7 @@ from lib.runs.flags import ProgramParser, whole
 from lib.training import cosine_schedule
 
 NAME = "speedrun"
-GOAL = 6.35
+GOAL = 6.55
 """The held-out loss to reach, in nats a token: a little above what the first recipe has at its end."""
 STEPS = 150
 CONTEXT = 1024
@@ -58,7 +58,7 @@ class Recipe:
         lr: The largest rate, of all parameters.
         tried: The rates of which it was the best, with one seed and 180 steps (Muon: 120).
         batches: Sequences in a step, and how many such steps, one after the other.
-        seeds: How often it trains. The slow recipes train once: what they lose is many times the spread of seeds.
+        seeds: How often it trains. The slowest recipe trains once.
     """
 
     name: str
@@ -91,9 +91,9 @@ def make_recipes() -> list[Recipe]:
         before = found[-1]
         found.append(replace(before, name=name, why=why, path=replace(before.path, **(path or {})), **changes))
 
-    add("TF32", "chapter 8: products round their factors to 10 bits of mantissa", matmul="high")
+    add("TF32", "chapter 8: products round their factors to 10 bits of mantissa", matmul="high", seeds=3)
     add("bf16", "chapter 11: factors of products in 16 bits", {"dtype": torch.bfloat16})
-    add("compiled", "chapter 8: torch.compile joins small kernels", compiled=True, seeds=3)
+    add("compiled", "chapter 8: torch.compile joins small kernels", compiled=True)
     add("our attention", "chapter 15: no score is written to memory", {"attention": "quickest"})
     kernels = {"kernels": True, "loss_kernel": True}
     add("our kernels", "GELU, norms, biases and the loss fused with their products or gradients", kernels)
