@@ -423,6 +423,11 @@ def _plan_forward(
     xs: tuple[Tensor, ...], is_causal: bool, tiles: Tiles | Roles | None, variant: Variant = PLAIN
 ) -> Plan:
     q, k, v = xs
+    if q.shape[-1] > WIDTHS[-1] or k.shape[-1] != v.shape[-1]:
+        raise ValueError(
+            f"keys {k.shape[-1]} wide, values {v.shape[-1]} wide: expected one width of at most {WIDTHS[-1]}; "
+            "lib.fast.attention.latent takes DeepSeek's 576 and 512"
+        )
     check_shapes(q, k, v)
     launch = launch_forward(sizes_of(q, k, is_causal, variant), tiles or tiles_for(q, k, is_causal, variant)[0])
     return Plan(_copied(xs), (_like(q), _statistics(q, *q.shape[:-1])), launch, {})

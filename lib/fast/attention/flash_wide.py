@@ -42,7 +42,7 @@ CUTS = (Cut(64, 64, 4, 2), Cut(64, 128, 8, 4), Cut(128, 64, 8, 4))
 SMALL = (Cut(32, 64, 4, 2), Cut(64, 128, 4, 2), Cut(128, 64, 4, 2))  # for the interpreter
 BLOCK = tl.constexpr(128)  # rows and keys within which all pairs of dS are written, or none
 # Fewest queries and keys of a head, and queries of all heads, for which dS goes through memory.
-WIDE_LENGTH, WIDE_ROWS = 512, 2**15
+WIDE_LENGTH, WIDE_ROWS = 512, 2**13
 MOST_SHARE = 8  # dS takes at most so small a part of the GPU's memory: an eighth
 
 

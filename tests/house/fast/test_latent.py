@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from lib.fast.attention import latent
+from lib.fast.attention.flash import flash_attention_fast
 from lib.fast.attention.latent import latent_attention
 from lib.given.kernels.tiles import INTERPRETED
 from solutions.attention_variants import grouped_attention, sliding_window_mask
@@ -57,3 +58,9 @@ def test_what_does_not_fit_is_refused():
         latent_attention(q.requires_grad_(), turned, latents, keys, scale=1.0)
     with pytest.raises(ValueError, match="at most one query a position"):
         latent_attention(q.detach(), turned, latents[:, :2], keys[:, :2], scale=1.0)
+
+
+def test_the_other_kernels_name_this_one_for_wide_keys():
+    x = torch.zeros(1, 1, 4, 576)
+    with pytest.raises(ValueError, match=r"keys 576 wide, values 512 wide: .* lib\.fast\.attention\.latent"):
+        flash_attention_fast(x, x, x[..., :512])
