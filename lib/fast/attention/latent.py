@@ -80,6 +80,20 @@ def latent_kernel(
     o.store([0, to, start, 0], out.to(o.dtype).reshape(1, 1, ROWS, R))
 
 
+@triton.jit(do_not_specialize=("n_rows", "n_parts"))
+def join_kernel(parts, lse, out, n_rows, n_parts, R: tl.constexpr):
+    """One row of the parts' mean, each weighted by its share of the softmax's denominator."""
+    row, most, total = tl.program_id(0).to(tl.int64), -float("inf"), 0.0
+    for part in tl.range(n_parts):
+        most = tl.maximum(most, tl.load(lse + part * n_rows + row))
+    acc = tl.zeros([R], tl.float32)
+    for part in tl.range(n_parts):
+        weight = tl.exp(tl.load(lse + part * n_rows + row) - most)
+        acc += weight * tl.load(parts + (part * n_rows + row) * R + tl.arange(0, R))
+        total += weight
+    tl.store(out + row * R + tl.arange(0, R), (acc / total).to(out.dtype.element_ty))
+
+
 def n_parts(n_rows: int, n_positions: int, n_programs_at_once: int) -> int:
     """Among how many programs the positions of each row are split, for rows of so many programs."""
     return max(1, min(n_programs_at_once // n_rows, n_positions // LEAST_PART))
@@ -146,7 +160,7 @@ def latent_attention(
     (b, h, t, _), xs = q.shape, (q.flatten(1, 2), turned.flatten(1, 2), latents, keys)
     o, lse = _planned(_plan, xs, t, is_causal, scale, n_parts).run(xs)
     if len(o) > b:
-        parts, each = o.unflatten(0, (-1, b)), lse.unflatten(0, (-1, b))
-        weights = torch.exp(each - torch.logsumexp(each, 0))
-        o = (parts * weights[..., None]).sum(0).to(q.dtype)
+        parts, o = o, torch.empty(b, *o.shape[1:], dtype=q.dtype, device=q.device)
+        with torch.cuda.device_of(q):
+            join_kernel[b * h * t,](parts, lse, o, b * h * t, len(parts) // b, o.shape[-1])
     return o.unflatten(1, (h, t))
