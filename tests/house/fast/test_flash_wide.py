@@ -40,8 +40,9 @@ def full_of_nan(shape, **options):
 
 @can_run
 @pytest.mark.time_limit(60)
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(
+    ("name", "causal"), [("equal", True), ("ragged", True), ("more keys", True), ("more keys", False)]
+)
 def test_dS_through_memory_gives_the_gradients(name, causal, monkeypatch):
     b, h, g, t, s = SHAPES[name]
     torch.manual_seed(0)
