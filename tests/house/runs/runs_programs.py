@@ -29,7 +29,7 @@ def run_all(rank: int, world_size: int, commands: list[str]) -> list[tuple[int, 
         program, *argv = command.split()
         said = io.StringIO()
         with contextlib.redirect_stderr(said):
-            status = PROGRAMS[program]([*argv, "--quiet", "--device", "cpu"])
+            status = PROGRAMS[program](["--device", "cpu", *argv, "--quiet"])
         results.append((status, said.getvalue()))
         wait_for_all()
     return results
