@@ -337,12 +337,13 @@ def few_rows(
 
     One part has the dtype of x, more are float32. Gated, it is ``silu(first half) * second half``, in one part.
     """
+    tile, terms = tile_of(x, weight), TERMS
     numbers, scales, zeros = weight if isinstance(weight, Narrow) else (weight, None, None)
     levels, scaled = zeros is not None, zeros is None and scales is not None
-    tile = tile_of(x, weight)
+    if isinstance(weight, Narrow) and levels:
+        terms = weight.group
     n, n_terms = len(numbers) // 2 if gated else len(numbers), x.shape[1]
-    terms, width = weight.group if levels else TERMS, COLUMNS // 2 if gated else COLUMNS
-    tiles = triton.cdiv(n, width)
+    tiles = triton.cdiv(n, COLUMNS // 2 if gated else COLUMNS)
     parts = 1 if gated else n_parts(tiles, x.device, tile)
     out = x.new_empty(parts, len(x), n, dtype=torch.float32 if parts > 1 else x.dtype)
     few_rows_kernel[(tiles, parts)](

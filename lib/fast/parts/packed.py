@@ -1,4 +1,5 @@
-"""Keys and values in 8 bits, with a scale for each head and position, and the attention of one query that reads them.
+"""Keys and values in 8 bits, with a scale for each head and position, and the attention of a captured step's queries,
+which reads these or wide ones.
 
 A head of 64 numbers takes 64 bytes and 4 for its scale, in place of 128. A kernel multiplies scores and weights by the
 scales, one number a position, so it never makes wide keys or values.

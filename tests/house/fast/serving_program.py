@@ -45,10 +45,10 @@ WHOLES = dict.fromkeys(("n_rows", "n_columns", "n_terms"), WHOLE) | {"eps": "fp3
 ROW = WHOLES | {"x": B16, "gain": B16, "out": B16, "zeros": "*u8", "scales": F32}
 for numbers, levels in (("*u8", True), ("*fp8e4nv", False), (B16, False)):
     weight = ROW | {"numbers": numbers}
-    ways = {"LEVELS": levels, "SCALED": numbers == "*fp8e4nv", "GATED": False, "EVEN": True}
+    few: dict[str, Any] = {"LEVELS": levels, "SCALED": numbers == "*fp8e4nv", "GATED": False, "EVEN": True}
     tile = {"TERMS": 128, "ROWS": 8, "COLS": 64, "ASK": 1024}
-    build(few_rows_kernel, weight | {"out": F32}, ways | tile | {"ROWS": 64})
-    build(few_rows_kernel, weight, ways | tile | {"GATED": True})
+    build(few_rows_kernel, weight | {"out": F32}, few | tile | {"ROWS": 64})
+    build(few_rows_kernel, weight, few | tile | {"GATED": True})
     if numbers != B16:
         build(widen_kernel, weight, {"LEVELS": levels, "GROUP": 128, "COLS": 1024})
 ways = {"NORM": True, "GATED": True, "ADD": True, "COLS": 4, "EVEN": True, "TERMS": 1024}
