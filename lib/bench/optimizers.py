@@ -104,7 +104,7 @@ class Model:
     """
 
     def __init__(self, config: GPT2Config, device: str, path: fast.Path, compiled: bool):
-        self.config = config
+        self.config, self.device = config, device
         self.model = GPT2(config).to(device)
         self.loss: Callable[[Tensor, Tensor], Tensor] = lambda x, y: fast.gpt2_loss(self.model, x, y, path)
         if compiled:
@@ -114,7 +114,8 @@ class Model:
         """New weights, and no gradient of what ran before."""
         torch.manual_seed(seed)
         self.model.zero_grad(set_to_none=True)
-        self.model.load_state_dict(GPT2(self.config).state_dict())
+        with torch.device(self.device):
+            self.model.load_state_dict(GPT2(self.config).state_dict())
 
 
 class Training:

@@ -2,8 +2,8 @@
 
 python -m lib.bench.reinforce --runs "no lag" runs/seed0 runs/seed1 runs/seed2 --runs "lag 1" runs/late --price 3.95
 
-It reads the log and the newest checkpoint's settings of each folder and writes chapters/measurements/reinforce.json, on
-the machine that made them. A file power.csv in a folder, with lines of a time and watts as
+It reads the log and the newest checkpoint's settings of each folder and writes chapters/measurements/reinforce.json, or
+``--name``, on the machine that made them. A file power.csv in a folder, with lines of a time and watts as
 ``nvidia-smi --query-gpu=timestamp,power.draw --format=csv,noheader,nounits -l 1`` writes them, gives the energy.
 """
 
@@ -39,6 +39,7 @@ def main(argv: list[str] | None = None) -> None:
                         help="a name and the folders of runs that differ in their seeds; may be repeated")  # fmt: skip
     parser.add_argument("--window", type=whole(1), default=10, help="steps that a point of a curve is the mean of")
     parser.add_argument("--price", type=positive, help="dollars that one GPU costs an hour")
+    parser.add_argument("--name", default="reinforce", help="of the record")
     parser.add_argument("--folder", type=Path, default=MEASUREMENTS, help="where the record is written")
     o = parser.parse_args(argv)
     found = {}
@@ -47,7 +48,7 @@ def main(argv: list[str] | None = None) -> None:
             parser.error(f"--runs {name}: expected a name and at least one folder")
         runs = [read(Path(folder), o.price) for folder in folders]
         found[name] = {"runs": runs, "curve": curve([run["steps"]["reward"] for run in runs], o.window)}
-    record("reinforce", {"window": o.window, "price": o.price, "groups": found}, o.folder)
+    record(o.name, {"window": o.window, "price": o.price, "groups": found}, o.folder)
 
 
 def read(folder: Path, price: float | None) -> dict[str, Any]:

@@ -7,6 +7,7 @@ A single copy fills them before a replay.
 """
 
 from collections.abc import Callable, Iterable
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,11 +17,11 @@ from torch import Tensor, nn
 
 from lib.fast.attention.paged import Tiles, prompt_attention
 from lib.fast.models import capture
-from lib.fast.parts.narrow import Narrow, NarrowLinear, join, product
-from lib.fast.parts.packed import Packed, packed_attention_kernel, pointers
+from lib.fast.parts.early import launch_early
+from lib.fast.parts.narrow import MANY_ROWS, SOME_ROWS, Narrow, NarrowLinear, few_rows, join, tile_of, widen
+from lib.fast.parts.packed import Packed, block_attention_kernel, pointers
 from lib.fast.parts.rows import add_norm, embed, gate, merge, one_row, rotate_and_store
 from lib.given.kernels.mode import HAS_TRITON, INTERPRETED, triton
-from lib.given.kernels.paged import paged_attention_kernel
 
 GRAPH_ROWS = 256  # of the largest graph
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -68,20 +69,48 @@ def can_read(pool: Any) -> bool:
 
 
 def side_by_side(*layers: Any) -> Tensor | Narrow:
-    """One weight of several layers, whose parameters become parts of it: no weight is in memory twice."""
+    """One weight of several layers, whose parameters become parts of it: no weight is in memory twice.
+
+    Where they are parts of one already, for another engine, they stay so: both engines read the weights of now.
+    """
     if isinstance(layers[0], NarrowLinear):
         return join(layers)
-    if len(layers) == 1:
-        return layers[0].weight.detach()
-    whole = torch.cat([layer.weight.detach() for layer in layers])
+    weights = [layer.weight.detach() for layer in layers]
+    if all(follows(a, b) for a, b in pairwise(weights)):
+        rows, (_, width) = sum(map(len, weights)), weights[0].shape
+        return weights[0].as_strided((rows, width), (width, 1))
+    whole = torch.cat(weights)
     for layer, part in zip(layers, whole.split([len(layer.weight) for layer in layers]), strict=True):
         layer.weight.data = part
     return whole
 
 
-def times(x: Float[Tensor, "n c"], weight: Tensor | Narrow) -> Float[Tensor, "n f"]:
-    """The product of rows with a weight, wide or narrow."""
-    return product(x, weight) if isinstance(weight, Narrow) else nn.functional.linear(x, weight)
+def follows(a: Tensor, b: Tensor) -> bool:
+    """Whether the second of two matrices begins in memory where the first ends."""
+    are_one = a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr() and a.is_contiguous()
+    return are_one and b.is_contiguous() and b.storage_offset() == a.storage_offset() + a.numel()
+
+
+def times(x: Float[Tensor, "n c"], weight: Tensor | Narrow) -> Float[Tensor, "p n f"]:
+    """The product of rows with a weight, wide or narrow, in P parts whose sum it is."""
+    if takes_few(x, weight):
+        return few_rows(x, weight)
+    return nn.functional.linear(x, widen(weight, x.dtype) if isinstance(weight, Narrow) else weight)[None]
+
+
+def gated(x: Float[Tensor, "n c"], weight: Tensor | Narrow) -> Float[Tensor, "n f"]:
+    """``silu(first half) * second half`` of the product of rows with a weight."""
+    if takes_few(x, weight) and tile_of(x, weight).gates:
+        return few_rows(x, weight, gated=True)[0]
+    return gate(times(x, weight) if isinstance(weight, Narrow) else nn.functional.linear(x, weight)[None], x.dtype)
+
+
+def takes_few(x: Float[Tensor, "n c"], weight: Tensor | Narrow) -> bool:
+    """Whether `few_rows` computes a product: of a narrow weight always, if the rows are few; of a wide one on a GPU
+    whose kernels begin early, in 16 bits.
+    """
+    begins_early = launch_early(x.device)["EARLY"] and x.element_size() == 2
+    return len(x) <= MANY_ROWS and (isinstance(weight, Narrow) or begins_early)
 
 
 class Steps:
@@ -165,8 +194,8 @@ class Steps:
         tables = self._rows[self.fields.size :].view(-1, self.tables.shape[1])
         x, parts = embed(fields[0], self.sampled, self.model.tok_embeddings.weight), self._n_parts(size)
 
-        def attend(i: int, qkv: Tensor) -> Tensor:
-            return self._attend_to_blocks(i, qkv, tables, fields[3], parts)
+        def attend(i: int, queries: Tensor) -> Tensor:
+            return self._attend_to_blocks(i, queries, tables, fields[3], parts)
 
         return self._logits(*self._blocks(x, fields[1], fields[2], attend))
 
@@ -185,8 +214,8 @@ class Steps:
             tiles: The sequences' blocks, and how their queries are cut into tiles.
         """
 
-        def attend(i: int, qkv: Tensor) -> Tensor:
-            return prompt_attention(qkv, self.cache.keys[i], self.cache.values[i], tiles)
+        def attend(i: int, queries: Tensor) -> Tensor:
+            return prompt_attention(queries, self.cache.keys[i], self.cache.values[i], tiles)
 
         return self._logits(*self._blocks(self.model.tok_embeddings(tokens), positions, slots, attend), last)
 
@@ -198,22 +227,22 @@ class Steps:
         alone = len(x) == 1 and x.dtype != torch.float16  # in which a row times its gain can overflow
         for i, layer in enumerate(self.layers):
             if alone:
-                qkv = one_row(x, layer.wqkv, layer.attention_norm, eps)
+                qkv = one_row(x, layer.wqkv, layer.attention_norm, eps)[None]
             else:
                 qkv = times(add_norm(x, added, layer.attention_norm, eps), layer.wqkv)
-            rotate_and_store(qkv, self.model.rope, positions, slots, cache.keys[i], cache.values[i])
-            mean = attend(i, qkv).reshape(len(x), -1)
+            queries = rotate_and_store(qkv, self.model.rope, positions, slots, cache.keys[i], cache.values[i], x.dtype)
+            mean = attend(i, queries).reshape(len(x), -1)
             if alone:
                 one_row(mean, layer.wo, into=x)
                 one_row(one_row(x, layer.w13, layer.ffn_norm, eps, gated=True), layer.w2, into=x)
             else:
                 normed = add_norm(x, times(mean, layer.wo), layer.ffn_norm, eps)
-                added = times(gate(times(normed, layer.w13)), layer.w2)
+                added = times(gated(normed, layer.w13), layer.w2)
         return x, added
 
     def _logits(self, x: Tensor, added: Tensor | None, rows: Tensor | None = None) -> Tensor:
         if rows is not None:
-            x, added = x[rows], None if added is None else added[rows]
+            x, added = x[rows], None if added is None else added[:, rows]
         normed = add_norm(x, added, self.model.norm.weight, self.config.norm_eps)
         return nn.functional.linear(normed, self.model.output.weight).float()
 
@@ -223,22 +252,23 @@ class Steps:
         most = min(n_tiles, 4 * self.processors // max(1, batch * self.cache.keys.shape[3]))
         return 1 << max(0, most.bit_length() - 1)
 
-    def _attend_to_blocks(self, i: int, qkv: Tensor, tables: Tensor, lengths: Tensor, n_parts: int) -> Tensor:
-        keys, values, batch = self.cache.keys[i], self.cache.values[i], len(qkv)
+    def _attend_to_blocks(self, i: int, queries: Tensor, tables: Tensor, lengths: Tensor, n_parts: int) -> Tensor:
+        keys, values, batch = self.cache.keys[i], self.cache.values[i], len(queries)
         (_, size, n_kv_heads, width), n_heads = keys.shape, self.config.n_heads
-        o = torch.empty(n_parts, batch, n_heads, width, dtype=torch.float32, device=qkv.device)
-        lse = torch.empty(n_parts, batch, n_heads, dtype=torch.float32, device=qkv.device)
-        group = n_heads // n_kv_heads
+        kind = torch.float32 if n_parts > 1 else queries.dtype
+        o = torch.empty(n_parts, batch, n_heads, width, dtype=kind, device=queries.device)
+        lse = torch.empty(n_parts, batch, n_heads, dtype=torch.float32, device=queries.device)
         (k, k_scales, largest), (v, v_scales, _) = pointers(keys), pointers(values)
-        kernel, pools = paged_attention_kernel, list[Tensor]([k, v])
-        if largest:
-            kernel, pools = packed_attention_kernel, [k, v, k_scales, v_scales]
-        kernel[(batch, n_kv_heads, n_parts)](
-            qkv, *pools, tables, lengths, o, lse, width**-0.5, n_heads, tables.shape[1], qkv.shape[1],
-            SIZE=size, GROUP=group, D=width, WIDTH=triton.next_power_of_2(width),
-            ROWS=max(16, triton.next_power_of_2(group)), COLS=TILE,
+        few, n_bytes = batch <= SOME_ROWS, triton.next_power_of_2(width) * k.element_size()
+        is_long = not few and width * queries.element_size() <= 256  # of which shared memory has room for two
+        block_attention_kernel[(batch, n_kv_heads, n_parts)](
+            queries, k, v, k_scales, v_scales, tables, lengths, o, lse, width**-0.5, n_heads, tables.shape[1],
+            SIZE=size, GROUP=n_heads // n_kv_heads, D=width, WIDTH=triton.next_power_of_2(width),
+            ROWS=max(16, triton.next_power_of_2(n_heads // n_kv_heads)), COLS=TILE << is_long,
+            SCALED=largest > 0, LINES=triton.cdiv(n_bytes, 128) if few else 0,
+            num_warps=4, num_stages=2 if is_long else 3, **launch_early(queries.device),
         )  # fmt: skip
-        return merge(o, lse, qkv.dtype)
+        return merge(o, lse, queries.dtype) if n_parts > 1 else o[0]
 
 
 def batch_size(n: int) -> int:

@@ -207,14 +207,16 @@ class Runner:
         if self.steps is None:
             return self._in_a_row(chunks), self._by_row(chunks)
         fits = sum(chunk.n_tokens for chunk in chunks) <= GRAPH_ROWS  # in one graph, prompts and all
-        parts, longer = [list[Chunk]()], list[Chunk]()
+        parts, n_rows, longer = [list[Chunk]()], 0, list[Chunk]()
         for chunk in chunks:
             if not fits and chunk.n_tokens > 1 + self.drafted.get(chunk.progress, 0):
                 longer.append(chunk)
                 continue
-            if sum(n for _, n in parts[-1]) + chunk.n_tokens > GRAPH_ROWS:
+            if n_rows + chunk.n_tokens > GRAPH_ROWS:
                 parts.append([])
+                n_rows = 0
             parts[-1].append(chunk)
+            n_rows += chunk.n_tokens
         found = [self._by_graph(part) for part in parts if part]
         if longer:
             found.append(self._in_a_row(longer))

@@ -178,7 +178,8 @@ def check_memory(policy: Policy, o: argparse.Namespace, device: torch.device) ->
     length = policy.longest + o.new_tokens
     stream = min(rows, o.micro_batch) * length * config.dim * config.n_layers * 4
     what = f"a cache of {min(rows, o.at_once or rows)} responses, then micro-batches of {min(rows, o.micro_batch)}, of "
-    check_need(model + max(cache, stream), device, f"{what}{length} tokens each, beside {n_weights:,} weights",
+    both = cache + stream if device.type == "cuda" else max(cache, stream)  # a GPU's engine is kept, with its cache
+    check_need(model + both, device, f"{what}{length} tokens each, beside {n_weights:,} weights",
                MEMORY_FLAGS)  # fmt: skip
 
 

@@ -1,8 +1,9 @@
 """Time attention with windows, soft caps, sinks and documents beside compiled FlexAttention and PyTorch's backends.
 
-``python -m lib.bench.kernels.flash_variants`` on a Hopper GPU (three minutes) adds its rows to
+``python -m lib.bench.kernels.flash_variants`` on a Hopper GPU (four minutes) adds its rows to
 ``flash_variants.json`` under the GPU's name, and keeps the rows of other GPUs.
-Forward and backward run together in bf16, in random order, called in a row from Python and in a CUDA graph.
+Forward and backward run together in bf16, in random order, called in a row from Python and in a CUDA graph;
+of absorbed attention, whose keys are wider than its values, only forward.
 Each row also says what share of the GPU's peak the pairs that a query sees would take at those times:
 products of hidden pairs do not count.
 ``--only`` measures some cases anew and keeps the others; ``--tiny`` runs a toy size and times nothing.
@@ -24,6 +25,7 @@ from lib.bench.kernels import flash_tune
 from lib.bench.kernels.flash_shapes import Shape, in_turns, inputs, prepare
 from lib.bench.kit import machine, record
 from lib.fast.attention.flash import flash_attention_fast
+from lib.fast.attention.latent import latent_attention
 from lib.fast.variants import Documents
 from lib.given.data.record import MEASUREMENTS, load
 from lib.given.models.gpus import SHEETS
@@ -45,6 +47,8 @@ class Case(NamedTuple):
     softcap: float | None = None
     has_sinks: bool = False
     document: int | None = None  # mean length of documents, which have random bounds
+    latent: int | None = None  # columns of the keys that are the values, too
+    queries: int | None = None  # as many as keys if None
 
     @property
     def shape(self) -> Shape:
@@ -54,7 +58,7 @@ class Case(NamedTuple):
     @property
     def is_plain(self) -> bool:
         """Whether PyTorch's fast backends compute it."""
-        return self[5:] == (None, None, False, None)
+        return self[5:9] == (None, None, False, None)
 
 
 CASES = {
@@ -69,6 +73,11 @@ CASES = {
     "packed documents of 512 in 4 x 4,096, 12 heads, width 64": Case(4, 12, 12, 4096, 64, document=512),
     "width 256: 4,096, 16 on 8": Case(1, 16, 8, 4096, 256),
     "width 256: 2 x 4,096, 8 heads": Case(2, 8, 8, 4096, 256),
+    "width 192: 4,096, 16 on 8": Case(1, 16, 8, 4096, 192),
+    "absorbed: 4,096, 16 heads, keys 576, values 512 (forward)": Case(1, 16, 1, 4096, 576, latent=512),
+    "absorbed: one token after 16,384, 128 heads, keys 576, values 512 (forward)": Case(
+        1, 128, 1, 16_384, 576, latent=512, queries=1
+    ),
     "short: 512, 32 on 8, width 128": Case(1, 32, 8, 512, 128),
     "short: 1,024, 32 on 8, width 128": Case(1, 32, 8, 1024, 128),
 }
@@ -90,7 +99,12 @@ class Given(NamedTuple):
 
 
 def given(case: Case, device: str) -> Given:
-    """Random tensors, and documents with random bounds, always the same."""
+    """Random tensors, and documents with random bounds, always the same; of absorbed attention queries and keys."""
+    if case.latent is not None:
+        torch.manual_seed(0)
+        shapes = (case.batch, case.heads, case.queries or case.length), (case.batch, 1, case.length)
+        q, k = (torch.randn(*shape, case.width, device=device, dtype=torch.bfloat16) for shape in shapes)
+        return Given([q, k], q, None)
     leaves, grad = inputs(case.shape, device)
     if case.has_sinks:
         leaves.append(torch.randn(case.heads, device=device, dtype=grad.dtype).requires_grad_())
@@ -103,8 +117,8 @@ def given(case: Case, device: str) -> Given:
 
 def pairs(case: Case, ids: Tensor | None) -> int:
     """How many pairs of a query and a key are seen, in all query heads of all sequences."""
-    at = torch.arange(case.length)
-    low = torch.zeros(case.batch, case.length, dtype=torch.long)
+    at = torch.arange(case.length)[-(case.queries or case.length) :]
+    low = torch.zeros(case.batch, len(at), dtype=torch.long)
     if case.window is not None:
         low = low.maximum(at - case.window + 1)
     if ids is not None:
@@ -114,13 +128,27 @@ def pairs(case: Case, ids: Tensor | None) -> int:
 
 def flops(case: Case, ids: Tensor | None) -> int:
     """Operations of the two products of the forward pass and the five of the backward pass on the pairs seen."""
+    if case.latent is not None:
+        return 2 * (case.width + case.latent) * pairs(case, ids)
     return 7 * 2 * case.width * pairs(case, ids)
 
 
 # ---- competitors -----------------------------------------------------------------------------------------------------
 
 
+def absorbed(case: Case) -> Attend:
+    """Ours for keys and values that are one tensor of latents."""
+
+    def attend(leaves: list[Tensor]) -> Tensor:
+        parts = [x.tensor_split([case.latent], -1) for x in (leaves[0], leaves[1][:, 0])]
+        return latent_attention(*parts[0], *parts[1], scale=case.width**-0.5)
+
+    return attend
+
+
 def ours(case: Case, ids: Tensor | None) -> Attend:
+    if case.latent is not None:
+        return absorbed(case)
     documents = None if ids is None else Documents.from_ids(ids)  # once for a batch, as in a model
 
     def attend(leaves: list[Tensor]) -> Tensor:
@@ -145,8 +173,11 @@ def flex(case: Case, ids: Tensor | None, device: str) -> Attend:
         cap = case.softcap or 1.0
         return cap * torch.tanh(score / cap)
 
+    def sees_late(b, h, q, k):
+        return sees(b, h, q + case.length - (case.queries or case.length), k)
+
     n = None if ids is None else case.batch
-    mask = create_block_mask(sees, n, None, case.length, case.length, device=device)
+    mask = create_block_mask(sees_late, n, None, case.queries or case.length, case.length, device=device)
     options: dict[str, Any] = {
         "block_mask": mask,
         "score_mod": None if case.softcap is None else capped,
@@ -154,7 +185,8 @@ def flex(case: Case, ids: Tensor | None, device: str) -> Attend:
     }
 
     def attend(leaves: list[Tensor]) -> Tensor:
-        q, k, v, *sinks = leaves
+        q, k, *rest = leaves
+        v, *sinks = rest or [k[..., : case.latent]]
         if not sinks:
             return flex_attention(q, k, v, **options)
         out, aux = flex_attention(q, k, v, **options, return_aux=AuxRequest(lse=True))
@@ -163,13 +195,14 @@ def flex(case: Case, ids: Tensor | None, device: str) -> Attend:
     return torch.compile(attend) if device == "cuda" else attend
 
 
-def backend(kind: SDPBackend) -> Attend:
+def backend(kind: SDPBackend, case: Case) -> Attend:
     """One of PyTorch's backends, for what is plain."""
 
     def attend(leaves: list[Tensor]) -> Tensor:
-        q, k, v = leaves
+        q, k, *values = leaves
+        v, is_causal = values[0] if values else k[..., : case.latent], q.shape[2] == k.shape[2]
         with sdpa_kernel([kind]):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+            return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=q.shape[1] != k.shape[1])
 
     return attend
 
@@ -177,7 +210,8 @@ def backend(kind: SDPBackend) -> Attend:
 def competitors(case: Case, ids: Tensor | None, device: str) -> dict[str, Attend]:
     """Ours first."""
     found = {"ours": ours(case, ids), "FlexAttention": flex(case, ids, device)}
-    return found | ({name: backend(kind) for name, kind in BACKENDS.items()} if case.is_plain else {})
+    kinds = BACKENDS | ({"math backend": SDPBackend.MATH} if case.latent else {})
+    return found | ({name: backend(kind, case) for name, kind in kinds.items()} if case.is_plain else {})
 
 
 def measure(case: Case) -> dict[str, Any]:
@@ -188,6 +222,8 @@ def measure(case: Case) -> dict[str, Any]:
 
         def step(attend: Attend = attend) -> tuple[Tensor, ...]:
             o = attend(leaves)
+            if case.latent is not None:
+                return (o,)
             return o, *torch.autograd.grad(o, leaves, grad)
 
         try:

@@ -23,6 +23,7 @@ from lib.fast.attention.flash_hopper import Roles, hopper_dkdv, hopper_dq, hoppe
 from lib.fast.attention.flash_items import n_tiles_in_memory
 from lib.fast.attention.flash_portable import fast_dkdv_kernel, fast_dq_kernel, fast_forward_kernel
 from lib.fast.attention.flash_stored import StoredBackward, has_collectives
+from lib.fast.attention.flash_wide import WideBackward, stores_wide
 from lib.fast.gluon import has_roles
 from lib.fast.launch import Address, Box, Launch, Sizes, can_be_read, grid_by_rows, is_watched, n_programs
 from lib.fast.parts.sums import add_rows
@@ -144,6 +145,13 @@ def _most_bytes_stored(device: torch.device) -> int:
     if not on_gpu or not has_roles(torch.empty(0, device=device)) or has_collectives():
         return 0
     return torch.cuda.get_device_properties(device).total_memory // 8
+
+
+@torch.compiler.assume_constant_result
+def _memory_bytes(device: torch.device) -> int:
+    """Memory of a GPU; 0 where kernels are interpreted."""
+    on_gpu = device.type == "cuda" and not INTERPRETED
+    return torch.cuda.get_device_properties(device).total_memory if on_gpu else 0
 
 
 def n_stored_tiles(device: torch.device, sizes: Sizes) -> int:
@@ -415,6 +423,11 @@ def _plan_forward(
     xs: tuple[Tensor, ...], is_causal: bool, tiles: Tiles | Roles | None, variant: Variant = PLAIN
 ) -> Plan:
     q, k, v = xs
+    if q.shape[-1] > WIDTHS[-1] or k.shape[-1] != v.shape[-1]:
+        raise ValueError(
+            f"keys {k.shape[-1]} wide, values {v.shape[-1]} wide: expected one width of at most {WIDTHS[-1]}; "
+            "lib.fast.attention.latent takes DeepSeek's 576 and 512"
+        )
     check_shapes(q, k, v)
     launch = launch_forward(sizes_of(q, k, is_causal, variant), tiles or tiles_for(q, k, is_causal, variant)[0])
     return Plan(_copied(xs), (_like(q), _statistics(q, *q.shape[:-1])), launch, {})
@@ -486,15 +499,19 @@ def _plan_backward(xs: tuple[Tensor, ...], is_causal: bool, has_sums: bool = Fal
     check_shapes(q, k, v)
     sizes = sizes_of(q, k, is_causal, variant)
     _, for_dq, for_dkdv = tiles_for(q, k, is_causal)
-    n_tiles = n_stored_tiles(q.device, sizes)
+    n_tiles, is_wide = n_stored_tiles(q.device, sizes), stores_wide(sizes, _memory_bytes(q.device))
     sums: tuple[Allocate, ...] = ()
-    if has_sums and not n_tiles and isinstance(for_dq, Tiles):
+    if has_sums and not n_tiles and not is_wide and isinstance(for_dq, Tiles):
         n = triton.cdiv(sizes.padded, for_dq.rows)
         sums = (_statistics(q, sizes.n_batches, n, 2, sizes.n_heads, sizes.width),)
     launch = launch_dq(sizes, for_dq, has_sums=bool(sums))
     two_passes = TwoPasses(launch, launch_dkdv(sizes, for_dkdv), _statistics(q, 2, sizes.n_rows))
-    stored = StoredBackward(sizes, q.device, n_programs(q.device), n_tiles, two_passes) if n_tiles else None
-    return Plan(_copied(xs), (_like(q), _like(k), _like(v), *sums), stored or two_passes, {})
+    chosen: Any = two_passes
+    if n_tiles:
+        chosen = StoredBackward(sizes, q.device, n_programs(q.device), n_tiles, two_passes)
+    elif is_wide:
+        chosen = WideBackward(sizes, has_roles(q), two_passes)
+    return Plan(_copied(xs), (_like(q), _like(k), _like(v), *sums), chosen, {})
 
 
 # ---- the kernels as functions of tensors -----------------------------------------------------------------------------

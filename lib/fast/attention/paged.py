@@ -37,19 +37,19 @@ class Tiles(NamedTuple):
 
 @triton.jit
 def prompt_attention_kernel(
-    qkv, keys, values, key_scales, value_scales, tables, sequences, rows, positions, counts, out, scale, H, M, Q,
+    queries, keys, values, key_scales, value_scales, tables, sequences, rows, positions, counts, out, scale, H, M,
     SIZE: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
     HEADS: tl.constexpr, QUERIES: tl.constexpr, COLS: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """Causal attention of one tile's queries, of GROUP heads, to their sequence; the grid is (tiles, key heads).
 
     Args:
-        qkv, out: Pointers to ``[N, Q]``, whose first H D numbers are a token's queries, and contiguous ``[N, H, D]``.
+        queries, out: Pointers to contiguous ``[N, H, D]``.
         keys, values: Pointers to contiguous ``[n_blocks, SIZE, G, D]``.
         key_scales, value_scales: Pointers to float32 ``[n_blocks, SIZE, G]`` if SCALED: keys and values are in 8 bits.
         tables, sequences, rows, positions, counts: Pointers to the fields of `Tiles`.
         scale: Factor of the scores.
-        H, M, Q: Query heads; numbers from one table to the next; numbers from one token's queries to the next.
+        H, M: Query heads; numbers from one table to the next.
         WIDTH, HEADS, QUERIES, COLS: Powers of two: at least D, at least GROUP, the queries of a tile, the positions
             in a tile of keys.
 
@@ -67,7 +67,7 @@ def prompt_attention_kernel(
     inside = ((query < n) & (head < GROUP))[:, None] & (dims < D)[None, :]
     places = (g * GROUP + head)[:, None] * D + dims[None, :]
     token = (row + query).to(tl.int64)[:, None]
-    q = tl.load(qkv + token * Q + places, mask=inside, other=0.0)
+    q = tl.load(queries + token * H * D + places, mask=inside, other=0.0)
     m, total = tl.full([HEADS * QUERIES], -float("inf"), tl.float32), tl.zeros([HEADS * QUERIES], tl.float32)
     acc, length = tl.zeros([HEADS * QUERIES, WIDTH], tl.float32), first + n
     for start in range(0, length, COLS):
@@ -112,18 +112,18 @@ def cut(starts: list[int], sizes: list[int], tables: list[list[int]], group: int
     return [[block for table in tables for block in table + [0] * (longest - len(table))], *fields]
 
 
-def prompt_attention(qkv: Float[Tensor, "n hggd"], keys: Any, values: Any, tiles: Tiles) -> Float[Tensor, "n h d"]:
-    """Causal attention of the queries in ``qkv`` to their sequences, up to their own positions, in the blocks.
+def prompt_attention(queries: Float[Tensor, "n hd"], keys: Any, values: Any, tiles: Tiles) -> Float[Tensor, "n h d"]:
+    """Causal attention of queries to their sequences, up to their own positions, in the blocks.
 
     Keys and values are ``[n_blocks, block_size, G, D]``, tensors or ``Packed``.
     """
     (k, k_scales, largest), (v, v_scales, _) = pointers(keys), pointers(values)
     _, size, n_kv_heads, width = keys.shape
-    n_heads = qkv.shape[1] // width - 2 * n_kv_heads
-    group, out = n_heads // n_kv_heads, qkv.new_empty(len(qkv), n_heads, width)
+    n_heads = queries.shape[1] // width
+    group, out = n_heads // n_kv_heads, queries.new_empty(len(queries), n_heads, width)
     heads = heads_of(group)
     prompt_attention_kernel[(len(tiles.row), n_kv_heads)](
-        qkv, k, v, k_scales, v_scales, *tiles, out, width**-0.5, n_heads, tiles.tables.shape[1], qkv.shape[1],
+        queries, k, v, k_scales, v_scales, *tiles, out, width**-0.5, n_heads, tiles.tables.shape[1],
         SIZE=size, GROUP=group, D=width, WIDTH=triton.next_power_of_2(width),
         HEADS=heads, QUERIES=max(1, ROWS // heads), COLS=COLS, SCALED=largest > 0,
         num_warps=8 if ROWS == 128 else 4,

@@ -1,4 +1,4 @@
-"""Weights of 4 and of 8 bits, and their products with the rows of a serving step.
+"""Weights of 4 and of 8 bits, and the products of a serving step's rows with these and with wide weights.
 
 A decoding step reads every weight for a few rows, so its time is that of the bytes. These kernels read the narrow
 numbers and make them wide in registers: no wide weight is written to memory.
@@ -17,9 +17,36 @@ from lib.fast.parts.early import ask_for_rows, launch_early, wait_for_the_kernel
 from lib.given.kernels.int4 import dequantize_int4
 from lib.given.kernels.mode import tl, triton
 
+SOME_ROWS = 16  # up to which a product's parts are small beside its weight
 MANY_ROWS = 64  # above it a wide copy of the weight costs less than its arithmetic
-TERMS = 128  # of a float8 product that a program reads at a time
-COLUMNS = 32  # of a product of few rows that a program computes
+COLUMNS = 64  # of a product that a program computes: as many as a tile of the tensor cores has
+TERMS = 128  # that it reads at a time; of levels it reads a group
+
+
+class Tile(NamedTuple):
+    """How the programs of a product of few rows share it.
+
+    Attributes:
+        stages: Groups of terms that are on their way at a time.
+        ask: Bytes of each row of the weight that are asked for before x is there.
+        programs: For each processor, at most, where the terms are cut into parts.
+        parts: Of the terms, at most, which different programs sum.
+        gates: Whether a program of a gated product computes both halves; if not, a kernel of its own gates.
+    """
+
+    stages: int
+    ask: int
+    programs: int
+    parts: int
+    gates: bool
+
+
+TILES = {
+    "wide": (Tile(3, 256, 3, 8, False), Tile(3, 256, 3, 4, True)),
+    "float8": (Tile(3, 256, 6, 16, False), Tile(4, 512, 3, 4, True)),
+    "int4": (Tile(3, 256, 6, 16, False), Tile(4, 512, 3, 8, True)),
+}
+"""For at most `SOME_ROWS` and for more. As measured on an H200."""
 
 
 class Narrow(NamedTuple):
@@ -215,48 +242,115 @@ def one_int4_row(
 
 
 @triton.jit
+def levels_of(byte, origin, dtype: tl.constexpr):
+    """The two levels of each byte [n, k] minus their origin [n], in dtype.
+
+    In 16 bits, the bits of a power of two and of a level make their sum, without a conversion: 128 + q in bfloat16,
+    1024 + q in float16. Its difference from the origin's is exact.
+    """
+    if dtype.primitive_bitwidth == 16:
+        power: tl.constexpr = 0x4300 if dtype == tl.bfloat16 else 0x6400
+        wide, shift = byte.to(tl.int16), (origin.to(tl.int16) | power).to(dtype, bitcast=True)
+        low, high = ((wide & 15) | power).to(dtype, bitcast=True), ((wide >> 4) | power).to(dtype, bitcast=True)
+    else:
+        low, high, shift = (byte & 15).to(dtype), (byte >> 4).to(dtype), origin.to(dtype)
+    return low - shift[:, None], high - shift[:, None]
+
+
+@triton.jit
 def few_rows_kernel(
     x, numbers, scales, zeros, out, n_rows, n_columns, n_terms,
-    LEVELS: tl.constexpr, TERMS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, EARLY: tl.constexpr,
+    LEVELS: tl.constexpr, SCALED: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr,
+    TERMS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, ASK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A tile of rows of x [n_rows, n_terms] times a tile of a narrow weight [n_columns, n_terms], by tensor cores.
+    """out [parts, n_rows, n_columns] is x [n_rows, n_terms] times a weight [n_columns, n_terms], by tensor cores.
 
-    With LEVELS, TERMS is the size of a group, and the tile's levels are multiplied before the group's scale.
-    The grid is (tiles of columns, tiles of rows, parts): a part sums its share of the terms, into out
-    [parts, n_rows, n_columns].
+    The weight is their first operand: it has enough rows to fill their tiles, and may be made wide in registers.
+    The grid is (tiles of COLS columns, parts): a part sums its share of the terms.
+
+    With LEVELS, TERMS is the size of a group, whose products are added up before they are multiplied by its scale.
+    With SCALED, each column's sum is multiplied by its scale.
+    With GATED the weight has twice as many rows, half a tile is of the first n_columns of them and half of the others,
+    and out is silu of the first half's product times the second half's; there is one part.
+    EVEN: TERMS divides n_terms. ASK: the bytes of each row that are asked for before x is there.
+    Bytes moved: the weight once. FLOPs: two for each number of the weight and each row.
     """
-    columns, rows = tl.program_id(0) * COLS + tl.arange(0, COLS), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    is_column, is_row, column = columns < n_columns, rows < n_rows, columns.to(tl.int64)
-    part, n_parts, n_steps = tl.program_id(2), tl.num_programs(2), tl.cdiv(n_terms, TERMS)
-    total, begin, end = tl.zeros([ROWS, COLS], tl.float32), part * n_steps // n_parts, (part + 1) * n_steps // n_parts
+    width: tl.constexpr = COLS // 2 if GATED else COLS
+    place, rows = tl.arange(0, COLS), tl.arange(0, ROWS)
+    columns = tl.program_id(0) * width + place % width
+    column = (tl.minimum(columns, n_columns - 1) + place // width * n_columns).to(tl.int64)
+    row = tl.minimum(rows, n_rows - 1)[None, :] * n_terms
+    n_numbers = n_terms // 2 if LEVELS else n_terms  # of a row of the weight, and of a step
+    n_read: tl.constexpr = TERMS // 2 if LEVELS else TERMS
+    part, n_parts, n_steps = tl.program_id(1), tl.num_programs(1), tl.cdiv(n_terms, TERMS)
+    begin, end = part * n_steps // n_parts, (part + 1) * n_steps // n_parts
     if EARLY:
-        row_bytes, step_bytes = n_terms // 2 if LEVELS else n_terms, TERMS // 2 if LEVELS else TERMS
-        first = numbers.to(tl.pointer_type(tl.uint8)) + begin * step_bytes
-        n_bytes = tl.minimum((end - begin) * step_bytes, row_bytes - begin * step_bytes)
-        ask_for_rows(first, columns, n_columns, row_bytes, n_bytes, 8)
+        size: tl.constexpr = numbers.dtype.element_ty.primitive_bitwidth // 8
+        n_bytes = tl.minimum(tl.minimum((end - begin) * n_read, n_numbers - begin * n_read) * size, ASK)
+        last = n_columns * (2 if GATED else 1)
+        ask_for_rows(numbers + begin * n_read, column, last, n_numbers * size, n_bytes, 8)
     wait_for_the_kernel_ahead(EARLY)
+    total = tl.zeros([COLS, ROWS], tl.float32)
+    dtype: tl.constexpr = out.dtype.element_ty
+    if LEVELS:  # a step's scales are read during the one before
+        scale, origin = tl.load(scales + column * n_steps + begin), tl.load(zeros + column * n_steps + begin)
     for step in range(begin, end):
+        terms = step * n_read + tl.arange(0, n_read)
+        weight_at = numbers + column[:, None] * n_numbers + terms[None, :]
         if LEVELS:
-            half = tl.arange(0, TERMS // 2)
-            x_at = x + rows[:, None] * n_terms + step * TERMS + half[None, :]
-            at = (column * (n_terms // 2))[None, :] + (step * (TERMS // 2) + half)[:, None]
-            byte = tl.load(numbers + at, mask=is_column[None, :], other=0)
-            origin = tl.load(zeros + column * n_steps + step, mask=is_column, other=0).to(tl.float32)[None, :]
-            row = tl.load(x_at, mask=is_row[:, None], other=0.0)
-            found = tl.dot(row, ((byte & 15).to(tl.float32) - origin).to(row.dtype), input_precision="ieee")
-            row = tl.load(x_at + TERMS // 2, mask=is_row[:, None], other=0.0)
-            found = tl.dot(row, ((byte >> 4).to(tl.float32) - origin).to(row.dtype), found, input_precision="ieee")
-            total += found * tl.load(scales + column * n_steps + step, mask=is_column, other=0.0)[None, :]
+            at = x + row + (step * TERMS + tl.arange(0, n_read))[:, None]
+            ahead = column * n_steps + tl.minimum(step + 1, end - 1)
+            next_scale, next_origin = tl.load(scales + ahead), tl.load(zeros + ahead)
+            low, high = levels_of(tl.load(weight_at), origin, x.dtype.element_ty)
+            found = tl.dot(low, tl.load(at), input_precision="ieee")
+            found = tl.dot(high, tl.load(at + n_read), found, input_precision="ieee")
+            total += found * scale[:, None]
+            scale, origin = next_scale, next_origin
         else:
-            terms = step * TERMS + tl.arange(0, TERMS)
-            inside = is_column[None, :] & (terms < n_terms)[:, None]
-            row = tl.load(x + rows[:, None] * n_terms + terms, mask=is_row[:, None] & (terms < n_terms), other=0.0)
-            weight = tl.load(numbers + (column * n_terms)[None, :] + terms[:, None], mask=inside, other=0.0)
-            total = tl.dot(row, weight.to(row.dtype), total, input_precision="ieee")
-    if not LEVELS:
-        total *= tl.load(scales + columns, mask=is_column, other=0.0)[None, :]
-    to = out + (part.to(tl.int64) * n_rows + rows[:, None]) * n_columns + columns[None, :]
-    tl.store(to, total.to(out.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
+            is_term = EVEN | (terms < n_terms)
+            weight = tl.load(weight_at, mask=is_term[None, :], other=0.0)
+            part_of_x = tl.load(x + row + terms[:, None], mask=is_term[:, None], other=0.0)
+            if SCALED:
+                weight = weight.to(tl.float32)  # from which float8 is converted faster than to bfloat16
+            total = tl.dot(weight.to(part_of_x.dtype), part_of_x, total, input_precision="ieee")
+    if SCALED:
+        total *= tl.load(scales + column)[:, None]
+    if GATED:
+        gate, other = tl.split(tl.permute(tl.reshape(total, [2, width, ROWS]), [1, 2, 0]))
+        gate = gate.to(dtype).to(tl.float32)
+        total = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32) * other.to(dtype).to(tl.float32)
+        columns = tl.program_id(0) * width + tl.arange(0, width)
+    to = out + (part.to(tl.int64) * n_rows + rows[None, :]) * n_columns + columns[:, None]
+    tl.store(to, total.to(dtype), mask=(rows < n_rows)[None, :] & (columns < n_columns)[:, None])
+
+
+def tile_of(x: Float[Tensor, "n k"], weight: Tensor | Narrow) -> Tile:
+    """The tile of a product of few rows."""
+    kind = "wide" if isinstance(weight, Tensor) else "float8" if weight.zeros is None else "int4"
+    return TILES[kind][len(x) > SOME_ROWS]
+
+
+def few_rows(
+    x: Float[Tensor, "n k"], weight: Float[Tensor, "f k"] | Narrow, gated: bool = False
+) -> Float[Tensor, "p n f"]:
+    """The product of at most `MANY_ROWS` rows with a weight, wide or narrow, in P parts whose sum it is.
+
+    One part has the dtype of x, more are float32. Gated, it is ``silu(first half) * second half``, in one part.
+    """
+    numbers, scales, zeros = weight if isinstance(weight, Narrow) else (weight, None, None)
+    levels, scaled = zeros is not None, zeros is None and scales is not None
+    tile = tile_of(x, weight)
+    n, n_terms = len(numbers) // 2 if gated else len(numbers), x.shape[1]
+    terms, width = weight.group if levels else TERMS, COLUMNS // 2 if gated else COLUMNS
+    tiles = triton.cdiv(n, width)
+    parts = 1 if gated else n_parts(tiles, x.device, tile)
+    out = x.new_empty(parts, len(x), n, dtype=torch.float32 if parts > 1 else x.dtype)
+    few_rows_kernel[(tiles, parts)](
+        x.contiguous(), numbers, scales, zeros, out, len(x), n, n_terms, LEVELS=levels, SCALED=scaled, GATED=gated,
+        EVEN=n_terms % terms == 0, TERMS=terms, ROWS=max(8, triton.next_power_of_2(len(x))), COLS=COLUMNS,
+        ASK=tile.ask, num_warps=4, num_stages=tile.stages, **launch_early(x.device),
+    )  # fmt: skip
+    return out
 
 
 @triton.jit
@@ -291,16 +385,8 @@ def product(x: Float[Tensor, "m k"], weight: Narrow) -> Float[Tensor, "m n"]:
     """Rows times a narrow weight, by kernels; the terms are added up in float32."""
     if len(x) > MANY_ROWS:
         return nn.functional.linear(x, widen(weight, x.dtype))
-    x, n, levels = x.contiguous(), weight.n_columns, weight.zeros is not None
-    rows = min(64, max(16, triton.next_power_of_2(len(x))))
-    tiles = triton.cdiv(n, COLUMNS), triton.cdiv(len(x), rows)
-    parts = n_parts(tiles[0] * tiles[1], x.device)
-    out = x.new_empty(parts, len(x), n, dtype=torch.float32 if parts > 1 else x.dtype)
-    few_rows_kernel[(*tiles, parts)](
-        x, *weight, out, len(x), n, weight.n_terms, LEVELS=levels, TERMS=weight.group if levels else TERMS, ROWS=rows,
-        COLS=COLUMNS, num_warps=4, num_stages=3, **launch_early(x.device),
-    )  # fmt: skip
-    return out.sum(0).to(x.dtype) if parts > 1 else out[0]
+    parts = few_rows(x, weight)
+    return parts.sum(0).to(x.dtype) if len(parts) > 1 else parts[0]
 
 
 @functools.cache
@@ -309,6 +395,6 @@ def n_processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-def n_parts(n_programs: int, device: torch.device) -> int:
-    """Parts of the terms, a power of two up to 8: as many as give each processor at most three programs."""
-    return 1 << min(3, max(0, (3 * n_processors(device) // n_programs).bit_length() - 1))
+def n_parts(n_tiles: int, device: torch.device, tile: Tile) -> int:
+    """Parts of the terms, a power of two: as many as give no processor more programs than the tile allows."""
+    return min(tile.parts, 1 << max(0, (tile.programs * n_processors(device) // n_tiles).bit_length() - 1))

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from lib.fast.parts.early import ask_for, wait_for_the_kernel_ahead
 from lib.given.kernels.mode import tl, triton
 
 FORMATS = {"int8": (torch.int8, 127.0), "float8": (torch.float8_e4m3fn, 448.0)}
@@ -80,40 +81,54 @@ def pointers(pool: Any) -> tuple[Tensor, Tensor, float]:
 
 
 @triton.jit
-def packed_attention_kernel(
-    q, keys, values, key_scales, value_scales, tables, lengths, o, lse, scale, H, M, Q,
+def block_attention_kernel(
+    q, keys, values, key_scales, value_scales, tables, lengths, o, lse, scale, H, M,
     SIZE: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
-    COLS: tl.constexpr,
+    COLS: tl.constexpr, SCALED: tl.constexpr, LINES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """As chapter 21's ``paged_attention_kernel``, for keys and values in 8 bits with their scales
-    ``[n_blocks, SIZE, G]``; the grid is (sequences, key heads, parts).
+    """As chapter 21's ``paged_attention_kernel``, for a step's queries ``[B, H, D]``; o may have any dtype.
+
+    With SCALED, keys and values are in 8 bits and have scales ``[n_blocks, SIZE, G]``.
+    LINES: Lines of memory of a head's key, which are asked for before the query is there; 0 for none.
+    The grid is (sequences, key heads, parts).
     """
     b, g, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     rows, dims = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     at = (b * H + g * GROUP + rows[:, None]) * D + dims[None, :]
-    inside = (rows[:, None] < GROUP) & (dims[None, :] < D)
-    query = tl.load(q + at + b * (Q - H * D), mask=inside, other=0.0)
-    m, total = tl.full([ROWS], -float("inf"), tl.float32), tl.zeros([ROWS], tl.float32)
-    acc, length = tl.zeros([ROWS, WIDTH], tl.float32), tl.load(lengths + b)
+    inside, length = (rows[:, None] < GROUP) & (dims[None, :] < D), tl.load(lengths + b)
     n_tiles, n_parts = tl.cdiv(length, COLS), tl.num_programs(2)
-    for tile in range(part * n_tiles // n_parts, (part + 1) * n_tiles // n_parts):
+    begin, end = part * n_tiles // n_parts, (part + 1) * n_tiles // n_parts
+    if EARLY and LINES > 0:
+        size: tl.constexpr = keys.dtype.element_ty.primitive_bitwidth // 8
+        line = tl.minimum(128 * tl.arange(0, LINES), D * size - 1)[None, :]
+        for tile in range(begin, end):
+            cols = tl.minimum(tile * COLS + tl.arange(0, COLS), length - 1)
+            head = (tl.load(tables + b * M + cols // SIZE) * SIZE + cols % SIZE) * (H // GROUP) + g
+            ask_for((keys + head * D).to(tl.pointer_type(tl.uint8))[:, None] + line)
+            ask_for((values + head * D).to(tl.pointer_type(tl.uint8))[:, None] + line)
+    wait_for_the_kernel_ahead(EARLY)
+    query = tl.load(q + at, mask=inside, other=0.0)
+    m, total = tl.full([ROWS], -float("inf"), tl.float32), tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, WIDTH], tl.float32)
+    for tile in range(begin, end):
         cols = tile * COLS + tl.arange(0, COLS)
         block = tl.load(tables + b * M + cols // SIZE, mask=cols < length, other=0)
         head = (block * SIZE + cols % SIZE) * (H // GROUP) + g
         where, there = head[:, None] * D + dims[None, :], (cols[:, None] < length) & (dims[None, :] < D)
         key = tl.load(keys + where, mask=there, other=0.0).to(query.dtype)
-        key_scale = tl.load(key_scales + head, mask=cols < length, other=0.0) * scale
-        scores = tl.dot(query, tl.trans(key), input_precision="ieee") * key_scale[None, :]
+        scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+        if SCALED:
+            scores *= tl.load(key_scales + head, mask=cols < length, other=0.0)[None, :]
         scores = tl.where(cols[None, :] < length, scores, -float("inf"))
         m_new = tl.maximum(m, tl.max(scores, 1))
         weights, decay = tl.exp(scores - m_new[:, None]), tl.exp(m - m_new)
         value = tl.load(values + where, mask=there, other=0.0).to(query.dtype)
-        value_scale = tl.load(value_scales + head, mask=cols < length, other=0.0)
         total = total * decay + tl.sum(weights, 1)
-        scaled = (weights * value_scale[None, :]).to(query.dtype)
-        acc = tl.dot(scaled, value, acc * decay[:, None], input_precision="ieee")
+        if SCALED:
+            weights *= tl.load(value_scales + head, mask=cols < length, other=0.0)[None, :]
+        acc = tl.dot(weights.to(query.dtype), value, acc * decay[:, None], input_precision="ieee")
         m = m_new
     first = part.to(tl.int64) * tl.num_programs(0) * H
     total = tl.where(total == 0.0, 1.0, total)
-    tl.store(o + first * D + at, acc / total[:, None], mask=inside)
+    tl.store(o + first * D + at, (acc / total[:, None]).to(o.dtype.element_ty), mask=inside)
     tl.store(lse + first + b * H + g * GROUP + rows, m + tl.log(total), mask=rows < GROUP)

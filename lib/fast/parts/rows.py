@@ -3,7 +3,7 @@
 With so few rows every product reads its whole weight for little arithmetic, so memory traffic sets the time of a step.
 Each launch, and each small tensor that is written only to be read again, adds to it.
 For a single row, the norm before a product, the gate behind it and the residual stream's sum are part of the product's
-kernel. For more rows PyTorch's products are faster.
+kernel. A product of more rows may come in parts, which the next kernel adds up as it reads them.
 """
 
 from typing import Any
@@ -105,14 +105,19 @@ def one_row(
 
 
 @triton.jit
-def add_norm_kernel(x, added, gain, out, n_columns, eps, ADD: tl.constexpr, COLS: tl.constexpr, EARLY: tl.constexpr):
-    """x += added, in place, and out is x over its root mean square times gain; a program has one row."""
+def add_norm_kernel(
+    x, added, gain, out, n_columns, eps, PARTS: tl.constexpr, COLS: tl.constexpr, EARLY: tl.constexpr
+):  # fmt: skip
+    """x += the sum of added [PARTS, n, n_columns], in place, and out is x over its root mean square times gain; a
+    program has one row.
+    """
     wait_for_the_kernel_ahead(EARLY)
     columns = tl.arange(0, COLS)
     inside, at = columns < n_columns, tl.program_id(0).to(tl.int64) * n_columns + columns
     row = tl.load(x + at, mask=inside, other=0.0)
-    if ADD:
-        row = (row.to(tl.float32) + tl.load(added + at, mask=inside, other=0.0).to(tl.float32)).to(row.dtype)
+    if PARTS > 0:
+        total = sum_of_parts(added + at, tl.num_programs(0).to(tl.int64) * n_columns, inside, row.dtype, PARTS)
+        row = (row.to(tl.float32) + total.to(tl.float32)).to(row.dtype)
         tl.store(x + at, row, mask=inside)
     wide = row.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / n_columns + eps)
@@ -120,45 +125,61 @@ def add_norm_kernel(x, added, gain, out, n_columns, eps, ADD: tl.constexpr, COLS
     tl.store(out + at, (weight * (wide * scale)).to(row.dtype), mask=inside)
 
 
+@triton.jit
+def sum_of_parts(at, distance, inside, dtype: tl.constexpr, PARTS: tl.constexpr):
+    """The sum of the numbers at ``at`` and at the same places of all further parts, rounded to dtype."""
+    total = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        total += tl.load(at + part * distance, mask=inside, other=0.0)
+    return total.to(dtype)
+
+
 def add_norm(
-    x: Float[Tensor, "n c"], added: Float[Tensor, "n c"] | None, gain: Float[Tensor, " c"], eps: float
+    x: Float[Tensor, "n c"], added: Float[Tensor, "p n c"] | None, gain: Float[Tensor, " c"], eps: float
 ) -> Float[Tensor, "n c"]:
-    """Add ``added`` to the residual stream x, in place, and return RMSNorm of the sum."""
-    out = torch.empty_like(x)
+    """Add a product in P parts to the residual stream x, in place, and return RMSNorm of the sum."""
+    out, parts = torch.empty_like(x), 0 if added is None else len(added)
     add_norm_kernel[(len(x),)](
-        x, added, gain, out, x.shape[1], eps, ADD=added is not None, COLS=triton.next_power_of_2(x.shape[1]),
-        **launch_early(x.device),
+        x, added, gain, out, x.shape[1], eps, PARTS=parts, COLS=triton.next_power_of_2(x.shape[1]),
+        num_warps=16 if parts > 1 else 4, **launch_early(x.device),
     )  # fmt: skip
     return out
 
 
 @triton.jit
-def gate_kernel(x, out, n_columns, COLS: tl.constexpr, EARLY: tl.constexpr):
-    """out [n, n_columns] is silu of the first half of each row of x [n, 2 n_columns] times the second half."""
+def gate_kernel(x, out, n_columns, PARTS: tl.constexpr, COLS: tl.constexpr, EARLY: tl.constexpr):
+    """out [n, n_columns] is silu of the first half of each row of x [n, 2 n_columns] times the second half; x is the
+    sum of PARTS parts.
+    """
     wait_for_the_kernel_ahead(EARLY)
     row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * COLS + tl.arange(0, COLS)
-    inside = columns < n_columns
-    first = tl.load(x + 2 * row * n_columns + columns, mask=inside, other=0.0)
-    second = tl.load(x + (2 * row + 1) * n_columns + columns, mask=inside, other=0.0).to(tl.float32)
-    gate = first.to(tl.float32)
-    gate = (gate / (1.0 + tl.exp(-gate))).to(first.dtype).to(tl.float32)
-    tl.store(out + row * n_columns + columns, (gate * second).to(first.dtype), mask=inside)
+    inside, at = columns < n_columns, x + 2 * row * n_columns + columns
+    dtype: tl.constexpr = out.dtype.element_ty
+    distance = tl.num_programs(0).to(tl.int64) * 2 * n_columns
+    gate = sum_of_parts(at, distance, inside, dtype, PARTS).to(tl.float32)
+    gate = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+    second = sum_of_parts(at + n_columns, distance, inside, dtype, PARTS).to(tl.float32)
+    tl.store(out + row * n_columns + columns, (gate * second).to(dtype), mask=inside)
 
 
-def gate(x: Float[Tensor, "n 2f"]) -> Float[Tensor, "n f"]:
-    """``silu(first half) * second half`` of each row."""
-    n_columns = x.shape[1] // 2
-    out = x.new_empty(len(x), n_columns)
-    gate_kernel[(len(x), triton.cdiv(n_columns, 1024))](x, out, n_columns, COLS=1024, **launch_early(x.device))
+def gate(x: Float[Tensor, "p n 2f"], dtype: torch.dtype) -> Float[Tensor, "n f"]:
+    """``silu(first half) * second half`` of each row of the sum of P parts."""
+    (n_parts, n, _), n_columns = x.shape, x.shape[2] // 2
+    out = x.new_empty(n, n_columns, dtype=dtype)
+    gate_kernel[(n, triton.cdiv(n_columns, 1024))](
+        x, out, n_columns, PARTS=n_parts, COLS=1024, **launch_early(x.device)
+    )
     return out
 
 
 @triton.jit
 def rotate_and_store_kernel(
-    qkv, rope, positions, slots, keys, values, key_scales, value_scales, H, G,
-    D: tl.constexpr, PAIRS: tl.constexpr, LARGEST: tl.constexpr, EARLY: tl.constexpr,
+    qkv, rope, positions, slots, queries, keys, values, key_scales, value_scales, H, G,
+    D: tl.constexpr, PAIRS: tl.constexpr, LARGEST: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Rotate one head of one token in place, and copy it into its slot if it is a key or a value.
+    """Rotate one head of one token, and store it in queries, or in its slot if it is a key or a value.
+
+    It is the sum of PARTS parts of qkv.
 
     If LARGEST is not 0, the copy is in 8 bits, a multiple of its scale: integers up to 127, or float8 up to 448.
     The grid is (tokens, H + 2 G).
@@ -167,15 +188,20 @@ def rotate_and_store_kernel(
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     pairs = tl.arange(0, PAIRS)
     inside = pairs < D // 2
-    at = qkv + (token * (H + 2 * G) + head) * D + 2 * pairs
-    even, odd = tl.load(at, mask=inside, other=0.0), tl.load(at + 1, mask=inside, other=0.0)
+    dtype: tl.constexpr = queries.dtype.element_ty
+    at, distance = qkv + (token * (H + 2 * G) + head) * D + 2 * pairs, tl.num_programs(0).to(tl.int64) * (H + 2 * G) * D
+    even, odd = (
+        sum_of_parts(at, distance, inside, dtype, PARTS), sum_of_parts(at + 1, distance, inside, dtype, PARTS)
+    )  # fmt: skip
     if head < H + G:
         angle = rope + (tl.load(positions + token) * (D // 2) + pairs) * 2
         cos, sin = tl.load(angle, mask=inside, other=0.0), tl.load(angle + 1, mask=inside, other=0.0)
         x, y = even.to(tl.float32), odd.to(tl.float32)
         even, odd = (x * cos - y * sin).to(even.dtype), (x * sin + y * cos).to(odd.dtype)
-        tl.store(at, even, mask=inside)
-        tl.store(at + 1, odd, mask=inside)
+    if head < H:
+        to = queries + (token * H + head) * D + 2 * pairs
+        tl.store(to, even, mask=inside)
+        tl.store(to + 1, odd, mask=inside)
     slot = tl.load(slots + token)
     if (head >= H) & (slot >= 0):
         pool, scales, first = keys, key_scales, head - H
@@ -198,27 +224,30 @@ def rotate_and_store_kernel(
 
 
 def rotate_and_store(
-    qkv: Float[Tensor, "n hggd"], rope: Complex[Tensor, "t half_d"], positions: Int[Tensor, " n"],
-    slots: Int[Tensor, " n"], keys: Any, values: Any,
-) -> None:  # fmt: skip
-    """Rotate queries and keys in place, and write keys and values into a layer's blocks.
+    qkv: Float[Tensor, "p n hggd"], rope: Complex[Tensor, "t half_d"], positions: Int[Tensor, " n"],
+    slots: Int[Tensor, " n"], keys: Any, values: Any, dtype: torch.dtype,
+) -> Float[Tensor, "n hd"]:  # fmt: skip
+    """Rotate queries and keys, write keys and values into a layer's blocks, and return the queries in ``dtype``.
 
     Args:
-        qkv: ``[N, (H + 2 G) D]``: each token's queries, keys and values.
+        qkv: ``[P, N, (H + 2 G) D]``: each token's queries, keys and values, in parts whose sum they are.
         rope: Chapter 2's table, complex64.
         positions: Each token's position.
         slots: Each token's slot, ``block * block_size`` plus the place in the block; a negative one is not written.
         keys: ``[n_blocks, block_size, G, D]``, a tensor or a ``Packed``.
         values: The same.
+        dtype: Of the sum.
     """
-    n_kv_heads, width = keys.shape[2:]
+    (n_kv_heads, width), (n_parts, n) = keys.shape[2:], qkv.shape[:2]
     (k, k_scales, largest), (v, v_scales, _) = pointers(keys), pointers(values)
-    n_heads = qkv.shape[1] // width - 2 * n_kv_heads
-    rotate_and_store_kernel[(len(qkv), n_heads + 2 * n_kv_heads)](
-        qkv, torch.view_as_real(rope), positions, slots, k, v, k_scales, v_scales, n_heads, n_kv_heads,
-        D=width, PAIRS=triton.next_power_of_2(max(1, width // 2)), LARGEST=largest, num_warps=1,
+    n_heads = qkv.shape[2] // width - 2 * n_kv_heads
+    queries = torch.empty(n, n_heads * width, dtype=dtype, device=qkv.device)
+    rotate_and_store_kernel[(n, n_heads + 2 * n_kv_heads)](
+        qkv, torch.view_as_real(rope), positions, slots, queries, k, v, k_scales, v_scales, n_heads, n_kv_heads,
+        D=width, PAIRS=triton.next_power_of_2(max(1, width // 2)), LARGEST=largest, PARTS=n_parts, num_warps=1,
         **launch_early(qkv.device),
     )  # fmt: skip
+    return queries
 
 
 @triton.jit

@@ -117,7 +117,7 @@ class Run:
 
     def ask_held_out(self, log: Log) -> None:
         """Ask the held-out questions; no step's time includes this."""
-        found = evaluate(self.policy, self.held_out, self.o)
+        found = evaluate(self.policy, self.held_out, self.o, self.sampler.sampler)
         self.last = {"updates": self.done * self.o.updates, **found}
         self.first = self.first or self.last
         log.note(max(0, self.done - 1), self.last)

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lib.runs.engine.signals import Signals
-from lib.runs.reinforcing.sampling import joined, rollout, score_batch
+from lib.runs.reinforcing.ahead import Ahead
+from lib.runs.reinforcing.sampling import joined, make_sampler, rollout, score_batch
 from lib.runs.reinforcing.start import Policy
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
@@ -33,6 +34,7 @@ class Here:
     """Rollouts on the trainer's rank. The engine reads the trainer's own weights, unless it wants another dtype.
 
     Attributes:
+        sampler: Of ``make_sampler``; None where other ranks have them.
         n_asked: Batches that were asked for and not yet taken.
         weight_bytes, weight_seconds: Sent to other ranks so far, and the time that this took.
     """
@@ -44,6 +46,7 @@ class Here:
         dtype = DTYPES[o.sampler_dtype]
         is_shared = dtype == next(policy.model.parameters()).dtype
         self.model = policy.model if is_shared else copy.deepcopy(policy.model).to(dtype)
+        self.sampler: nn.Module | Ahead | None = make_sampler(policy, self.model, o)
         self.made: list[Batch] = []
         self.tokens, self.seconds = 0, 0.0
 
@@ -52,7 +55,7 @@ class Here:
         begin = clock(self.device)
         if self.model is not self.policy.model:
             self.model.load_state_dict(self.policy.model.state_dict())
-        self.made += [score_batch(self.policy, rollout(self.policy, self.model, step, version, self.o), step, self.o)
+        self.made += [score_batch(self.policy, rollout(self.policy, self.sampler, step, version, self.o), step, self.o)
                       for step in steps]  # fmt: skip
         self.seconds += clock(self.device) - begin
 
@@ -78,7 +81,7 @@ class There(Here):
     """Rollouts on all ranks but this one; ``ask`` returns as soon as the weights are sent."""
 
     def __init__(self, policy: Policy, o: Any, device: torch.device, objects: dist.ProcessGroup | None):
-        self.policy, self.o, self.device, self.objects = policy, o, device, objects
+        self.policy, self.o, self.device, self.objects, self.sampler = policy, o, device, objects, None
         self.asked: deque[int] = deque()
         self.ranks = range(1, dist.get_world_size())
         self.weight_bytes, self.weight_seconds = 0, 0.0
@@ -133,6 +136,7 @@ class Sampler:
     def __init__(self, policy: Policy, o: Any, device: torch.device, objects: dist.ProcessGroup | None):
         self.policy, self.o, self.device, self.objects = policy, o, device, objects
         self.model = policy.model.requires_grad_(False).to(DTYPES[o.sampler_dtype])
+        self.sampler = make_sampler(policy, self.model, o)
 
     def go(self) -> bool:
         """Sample until the end; rank 0 decides what a signal means."""
@@ -146,7 +150,7 @@ class Sampler:
                         weight.copy_(new.view_as(weight))
                 for step in steps:
                     begin = clock(self.device)
-                    batch = rollout(self.policy, self.model, step, version, self.o, part)
+                    batch = rollout(self.policy, self.sampler, step, version, self.o, part)
                     seconds = clock(self.device) - begin
                     sent = {name: v.cpu() if isinstance(v, Tensor) else v for name, v in batch.items()}
                     dist.send_object_list([(sent, seconds)], 0, self.objects)

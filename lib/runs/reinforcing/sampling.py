@@ -11,6 +11,7 @@ from lib.evaluation import wilson_interval
 from lib.given.data.tasks import Question
 from lib.given.models.serving import Request
 from lib.rewards import sample_groups
+from lib.runs.reinforcing.ahead import Ahead
 from lib.runs.reinforcing.start import Policy
 from lib.runs.reinforcing.tasks import draw, score
 from lib.serving import Scheduler, generate_many
@@ -43,14 +44,21 @@ def questions_of(step: int, o: argparse.Namespace) -> list[Question]:
     return draw(o.task, o.difficulty, o.prompts, (o.seed * 1_000_003 + step) * 2 + 1)
 
 
+def make_sampler(policy: Policy, model: nn.Module, o: argparse.Namespace) -> nn.Module | Ahead:
+    """What ``rollout`` samples from: the model, or where it can take the fast way an engine that is kept."""
+    engine = Ahead(model, scheduler(policy, o.prompts * o.group, o), o.temperature)
+    return model if engine.steps is None else engine
+
+
 def rollout(
-    policy: Policy, sampler: nn.Module, step: int, version: int, o: argparse.Namespace, part: tuple[int, int] = (0, 1)
-) -> dict[str, Any]:
+    policy: Policy, sampler: nn.Module | Ahead, step: int, version: int, o: argparse.Namespace,
+    part: tuple[int, int] = (0, 1),
+) -> dict[str, Any]:  # fmt: skip
     """The batch of a step, or a part of it: its questions, and a group of responses to each.
 
     Args:
         policy: Whose tokens.
-        sampler: Whose weights.
+        sampler: Of ``make_sampler``, with the weights.
         step: The step that the batch is for; decides its questions and its random numbers.
         version: Updates that the sampler's weights have had.
         o: The run's settings.
@@ -63,10 +71,14 @@ def rollout(
     first, end = (len(asked) * k // part[1] for k in (part[0], part[0] + 1))
     rows = len(asked) * o.group
     seed = (o.seed * 1_000_003 + step) * rows % SEEDS + first * o.group
-    batch = sample_groups(
-        sampler, [policy.encode(q) for q in asked[first:end]], o.group, scheduler(policy, rows, o), o.new_tokens,
-        o.temperature, seed, policy.end_id, version=version,
-    )  # fmt: skip
+    prompts = [policy.encode(q) for q in asked[first:end]]
+    if isinstance(sampler, Ahead):
+        batch = sampler.sample_groups(prompts, o.group, o.new_tokens, seed, policy.end_id, version)
+    else:
+        batch = sample_groups(
+            sampler, prompts, o.group, scheduler(policy, rows, o), o.new_tokens, o.temperature, seed, policy.end_id,
+            version=version,
+        )  # fmt: skip
     batch["groups"] += first
     return batch
 
@@ -110,12 +122,20 @@ def mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def evaluate(policy: Policy, questions: list[Question], o: argparse.Namespace) -> dict[str, Any]:
-    """Greedy answers to held-out questions: how many are right, with the Wilson interval, and one of them to read."""
+def evaluate(
+    policy: Policy, questions: list[Question], o: argparse.Namespace, sampler: nn.Module | Ahead | None = None
+) -> dict[str, Any]:
+    """Greedy answers to held-out questions: how many are right, with the Wilson interval, and one of them to read.
+
+    An engine of the policy's own weights gives them, where there is one.
+    """
     requests = [Request(policy.encode(q), o.new_tokens, eos_id=policy.end_id) for q in questions]
     new: dict[Request, list[int]] = {request: [] for request in requests}
-    for request, token in generate_many(policy.model, requests, scheduler(policy, len(requests), o)):
-        new[request].append(token)
+    if isinstance(sampler, Ahead) and sampler.model is policy.model:
+        new = {request: [token for token, _ in answer] for request, answer in sampler.answer(requests).items()}
+    else:
+        for request, token in generate_many(policy.model, requests, scheduler(policy, len(requests), o)):
+            new[request].append(token)
     texts = [policy.decode(new[request]) for request in requests]
     found = score(texts, questions, 0.0)
     n_right = int(sum(found["answer_reward"]))

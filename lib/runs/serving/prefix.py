@@ -222,7 +222,7 @@ class PrefixEngine(Engine):
         one for each of them, with the logits of its first.
         """
         rows = list[int]()
-        for row, chunk in enumerate(order[:]):
+        for row, chunk in enumerate(order[:] if self.held else []):
             held = self.held.pop(chunk.progress.request, []) if chunk.completes else []
             n_blocks = self.scheduler.blocks_for(len(chunk.progress.tokens))
             n_rows = len(held) if self.steps is None else len(self.steps.sampled) - len(order)

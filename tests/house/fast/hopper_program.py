@@ -16,6 +16,8 @@ from lib.fast.attention.flash import ROLES_TABLE, launch_dkdv, launch_dq, launch
 from lib.fast.attention.flash_hopper import Roles
 from lib.fast.attention.flash_items import deal
 from lib.fast.attention.flash_stored import backward_launch, for_device
+from lib.fast.attention.flash_wide import ROLES
+from lib.fast.attention.flash_wide_hopper import hopper_wide
 from lib.fast.launch import Address, Box, Launch, Sizes
 from lib.fast.parts import grouped, loss_hopper, mlp
 
@@ -56,6 +58,9 @@ def launches() -> Iterator[tuple[str, Launch, list[str]]]:
         dealt = for_device(deal(sizes, 132, 2**17), apart, torch.device("cpu"))
         launch = backward_launch(sizes._replace(group=apart), dealt)
         yield f"stored, {'causal' if causal else 'full'}", launch, [B16] * 7 + [F32, B16, I32, I32]
+    for length in (4096, 3000):
+        launch = hopper_wide(Sizes(1, 16, 2, length, length, 256, True), ROLES)
+        yield f"wide, {length}", launch, [B16] * 6 + [F32]
     for transposed in (False, True):
         launch = grouped._rows_launch((1024, 4096, 64, 132, grouped.Cut(transposed=transposed)))
         yield f"rows, {'transposed' if transposed else 'plain'}", launch, [B16] * 3 + [I32]

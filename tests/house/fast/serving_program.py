@@ -12,7 +12,7 @@ from triton.compiler import ASTSource
 from lib.fast.attention.paged import prompt_attention_kernel
 from lib.fast.attention.paged_variants import store_kernel, variant_attention_kernel
 from lib.fast.parts.narrow import few_rows_kernel, one_int4_row_kernel, widen_kernel
-from lib.fast.parts.packed import packed_attention_kernel
+from lib.fast.parts.packed import block_attention_kernel
 from lib.fast.parts.rows import one_row_kernel, rotate_and_store_kernel
 
 B16, F32, I32, I64, WHOLE = "*bf16", "*fp32", "*i32", "*i64", "i32"
@@ -32,30 +32,29 @@ def build(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> None
 for cache, largest in CACHES.items():
     pools = {"keys": cache, "values": cache}
     pools |= dict.fromkeys(("key_scales", "value_scales"), F32 if largest else cache)
-    stored = {"qkv": B16, "rope": F32, "positions": I64, "slots": I64, **pools}
-    build(rotate_and_store_kernel, stored, {"D": 64, "PAIRS": 32, "LARGEST": largest})
+    stored = {"qkv": F32, "queries": B16, "rope": F32, "positions": I64, "slots": I64, **pools}
+    build(rotate_and_store_kernel, stored, {"D": 64, "PAIRS": 32, "LARGEST": largest, "PARTS": 4})
     sizes = {"SIZE": 16, "GROUP": 2, "D": 64, "WIDTH": 64, "COLS": 32}
     tiles = dict.fromkeys(("tables", "sequences", "rows", "positions", "counts"), I32)
     prompts = {"HEADS": 2, "QUERIES": 8, "SCALED": largest > 0}
-    build(prompt_attention_kernel, {"qkv": B16, "out": B16, **pools, **tiles}, sizes | prompts)
-    if largest:
-        queries = {"q": B16, "tables": I32, "lengths": I32, "o": F32, "lse": F32}
-        build(packed_attention_kernel, queries | pools, sizes | {"ROWS": 16})
+    build(prompt_attention_kernel, {"queries": B16, "out": B16, **pools, **tiles}, sizes | prompts)
+    queries = {"q": B16, "tables": I64, "lengths": I64, "o": F32, "lse": F32}
+    build(block_attention_kernel, queries | pools, sizes | {"ROWS": 16, "SCALED": largest > 0, "LINES": 1})
 
-WHOLES = dict.fromkeys(("n_rows", "n_columns", "n_terms", "n_groups"), WHOLE) | {"eps": "fp32"}
-ROW = WHOLES | {"x": B16, "gain": B16, "out": B16}
-LEVELS = {"packed": "*u8", "numbers": "*u8", "zeros": "*u8", "scales": F32}
-for numbers, levels in (("*u8", True), ("*fp8e4nv", False)):
-    weight = LEVELS | {"numbers": numbers, "weight": numbers}
-    tile = {"LEVELS": levels, "TERMS": 128, "ROWS": 16, "COLS": 32}
-    build(few_rows_kernel, ROW | weight, tile)
-    build(few_rows_kernel, ROW | weight | {"out": F32}, tile | {"ROWS": 64})
-    build(widen_kernel, ROW | weight, {"LEVELS": levels, "GROUP": 128, "COLS": 1024})
-    ways = {"NORM": True, "GATED": True, "ADD": True, "COLS": 4}
-    if levels:
-        build(one_int4_row_kernel, ROW | weight, ways | {"GROUPS": 16, "GROUP": 128})
-    else:
-        build(one_row_kernel, ROW | weight, ways | {"SCALED": True, "EVEN": True, "TERMS": 1024})
+WHOLES = dict.fromkeys(("n_rows", "n_columns", "n_terms"), WHOLE) | {"eps": "fp32"}
+ROW = WHOLES | {"x": B16, "gain": B16, "out": B16, "zeros": "*u8", "scales": F32}
+for numbers, levels in (("*u8", True), ("*fp8e4nv", False), (B16, False)):
+    weight = ROW | {"numbers": numbers}
+    ways = {"LEVELS": levels, "SCALED": numbers == "*fp8e4nv", "GATED": False, "EVEN": True}
+    tile = {"TERMS": 128, "ROWS": 8, "COLS": 64, "ASK": 1024}
+    build(few_rows_kernel, weight | {"out": F32}, ways | tile | {"ROWS": 64})
+    build(few_rows_kernel, weight, ways | tile | {"GATED": True})
+    if numbers != B16:
+        build(widen_kernel, weight, {"LEVELS": levels, "GROUP": 128, "COLS": 1024})
+ways = {"NORM": True, "GATED": True, "ADD": True, "COLS": 4, "EVEN": True, "TERMS": 1024}
+for numbers in ("*fp8e4nv", B16):
+    build(one_row_kernel, ROW | {"weight": numbers}, ways | {"SCALED": numbers != B16})
+build(one_int4_row_kernel, ROW | {"packed": "*u8", "n_groups": WHOLE}, ways | {"GROUPS": 16, "GROUP": 128})
 tiles = dict.fromkeys(("tables", "sequences", "rows", "positions", "counts"), I64)
 tensors = dict.fromkeys(("q", "keys", "values", "sinks"), B16) | {"o": F32, "lse": F32, "cap": "fp32"}
 sizes = {"SIZE": 16, "GROUP": 2, "D": 64, "WIDTH": 64, "HEADS": 2, "QUERIES": 8, "COLS": 64}

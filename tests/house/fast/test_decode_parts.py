@@ -30,14 +30,14 @@ def test_a_product_of_one_row(device, width):
 
 @on_both
 def test_sums_norms_gates_and_rows_of_a_table(device):
-    x, added = normal(3, 20, device=device), normal(3, 20, device=device, seed=1)
+    x, added = normal(3, 20, device=device), normal(2, 3, 20, device=device, seed=1)
     norm: Any = RMSNorm(20).to(device)
     gain = norm.weight.data.copy_(1 + normal(20, device=device, seed=2))
     close(add_norm(x.clone(), None, gain, norm.eps), norm(x))
     stream = x.clone()
-    close(add_norm(stream, added, gain, norm.eps), norm(x + added))
-    close(stream, x + added)
-    close(gate(x), silu(x[:, :10]) * x[:, 10:])
+    close(add_norm(stream, added, gain, norm.eps), norm(x + added.sum(0)))
+    close(stream, x + added.sum(0))
+    close(gate(added, torch.float32), silu(added.sum(0)[:, :10]) * added.sum(0)[:, 10:])
     known = torch.tensor([7, 2], device=device)
     table, tokens = normal(9, 12, device=device), torch.tensor([4, -1, -2, 0], device=device)
     assert torch.equal(embed(tokens, known, table), table[[4, 7, 2, 0]])
@@ -49,12 +49,13 @@ def test_heads_are_rotated_and_stored(device):
     qkv, rope = normal(3, (n_heads + 2 * n_kv_heads) * width, device=device), precompute_rope(width, 11, device=device)
     keys, values = torch.zeros(2, 3, 4, n_kv_heads, width, device=device)
     positions, slots = torch.tensor([5, 0, 10], device=device), torch.tensor([7, -1, 2], device=device)
-    heads = qkv.clone().view(3, -1, width)
+    heads = qkv.view(3, -1, width)
     turned = torch.cat(
         [apply_rope(row[None, None, :6], rope[p : p + 1])[0] for row, p in zip(heads, positions, strict=True)]
     )
-    rotate_and_store(qkv, rope, positions, slots, keys, values)
-    close(qkv.view(3, -1, width)[:, :6], turned)
+    parts = torch.stack([qkv - 1, torch.ones_like(qkv)])
+    queries = rotate_and_store(parts, rope, positions, slots, keys, values, torch.float32)
+    close(queries.view(3, -1, width), turned[:, :4])
     for pool, expected in ((keys, turned[:, 4:]), (values, heads[:, 6:])):
         close(pool.flatten(0, 1)[[7, 2]], expected[[0, 2]])
         assert pool.count_nonzero() == 2 * n_kv_heads * width  # a slot below 0 is not written
@@ -79,7 +80,8 @@ def test_prompts_attend_to_their_blocks(device):
     keys, values = normal(2, 6, size, n_kv_heads, width, device=device)
     qkv = normal(sum(sizes), (n_heads + 2 * n_kv_heads) * width, device=device, seed=1)
     blocks, *fields = (torch.tensor(x, device=device) for x in cut(starts, sizes, tables, n_heads // n_kv_heads))
-    found, row = prompt_attention(qkv, keys, values, Tiles(blocks.view(2, -1), *fields)), 0
+    queries = qkv[:, : n_heads * width].contiguous()
+    found, row = prompt_attention(queries, keys, values, Tiles(blocks.view(2, -1), *fields)), 0
     for start, n, table in zip(starts, sizes, tables, strict=True):
         q = qkv[row : row + n].view(n, -1, width)[:, :n_heads].transpose(0, 1)
         k, v = (pool[table].flatten(0, 1)[: start + n].transpose(0, 1) for pool in (keys, values))
