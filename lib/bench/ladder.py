@@ -415,9 +415,9 @@ def compiled_apart(climber: Climber, n_at_once: int = 16, limit: float = 0.3) ->
 
 KINDS = {
     "attention": ("flash", "fmha", "sdpa", "compute_dot_do_o", "convert_dq"),
-    "products": ("gemm", "nvjet", "cutlass", "xmma", "cublas", "splitk", "gemv"),
+    "products": ("gemm", "nvjet", "cutlass", "xmma", "cublas", "splitk", "gemv", "powers_kernel"),
     "optimizer": ("multi_tensor", "adam"),
-    "softmax over the vocabulary and loss": ("log_softmax", "nll_loss", "softmax_loss"),
+    "softmax over the vocabulary and loss": ("log_softmax", "nll_loss", "softmax_loss", "own_logits", "finish_kernel"),
     "copies and fills": ("memcpy", "memset"),
 }
 OTHERS = "norms, GELU, sums and casts"

@@ -26,6 +26,7 @@ from lib.fast.parts.gelu import TAIL, P, bias_gelu
 from lib.fast.parts.loss import linear_cross_entropy
 from lib.fast.parts.mlp import fits, mlp
 from lib.fast.parts.norms import norm_and_bias
+from lib.fast.parts.wide import tied_embedding, wide_linear
 
 ATTENTIONS = ("written out", "fused", "flash", "cudnn", "workbook", "quickest")
 JOINABLE = nn.Linear | DelayedLinear  # layers whose product can be taken with other weights, or without the bias
@@ -85,6 +86,8 @@ def _product(x: Tensor, path: Path, layer: Any, weight: Tensor, bias: Tensor | N
     """A product as ``layer`` computes it."""
     if isinstance(layer, DelayedLinear):
         return layer.product(x.to(path.dtype), weight, bias)
+    if path.kernels:
+        return wide_linear(x.to(path.dtype), weight.flatten(1), bias)
     return F.linear(x.to(path.dtype), weight.flatten(1).to(path.dtype), None if bias is None else bias.to(path.dtype))
 
 
@@ -118,9 +121,8 @@ def mlp_of(
     plain = isinstance(first, nn.Linear) and isinstance(second, nn.Linear)
     if not (path.kernels and plain and fits(x.to(path.dtype), first.out_features)):
         return _last_product(linear_gelu(x, path, first, approximate), path, second, last_bias)
-    rows, weights = x.to(path.dtype).flatten(0, -2), (first.weight.to(path.dtype), second.weight.to(path.dtype))
-    last_bias = None if last_bias is None else last_bias.to(path.dtype)
-    return mlp(rows, weights[0], first.bias, weights[1], last_bias, approximate).unflatten(0, x.shape[:-1])
+    rows = x.to(path.dtype).flatten(0, -2)
+    return mlp(rows, first.weight, first.bias, second.weight, last_bias, approximate).unflatten(0, x.shape[:-1])
 
 
 def _last_product(x: Tensor, path: Path, layer: Any, bias: Tensor | None) -> Tensor:
@@ -221,15 +223,15 @@ def gpt2_block(block: Any, x: Tensor, path: Path, n_heads: int) -> Tensor:
 
 def gpt2_loss(model: Any, tokens: Tensor, targets: Tensor, path: Path, call_blocks: bool = False) -> Tensor:
     """The mean cross-entropy of a ``lib.gpt2.GPT2``; with ``call_blocks`` each block is called as a module."""
-    x = F.embedding(tokens, model.wte.weight) + model.wpe.weight[: tokens.shape[1]]
-    x = x.to(path.stream_dtype)
+    x, weight = tied_embedding(model.wte.weight, tokens)
+    x = (x + model.wpe.weight[: tokens.shape[1]]).to(path.stream_dtype)
     for block in model.h:
         x = block(x) if call_blocks else gpt2_block(block, x, path, model.config.n_heads)
     rows = norm(x, model.ln_f, path).flatten(0, 1)
-    weight, n_vocab = model.wte.weight.to(path.dtype), model.config.vocab_size
+    n_vocab = model.config.vocab_size
     if path.loss_kernel:
         return linear_cross_entropy(rows, weight, targets.flatten(), n_vocab)
-    logits = F.linear(rows, weight)[:, :n_vocab]
+    logits = F.linear(rows, weight.to(path.dtype))[:, :n_vocab]
     return F.cross_entropy(logits.float(), targets.flatten())
 
 

@@ -1,9 +1,9 @@
-"""The cross-entropy of a large vocabulary in one kernel: loss and gradient from a single reading of the logits.
+"""The cross-entropy of a large vocabulary: loss and gradient from a single reading of the logits.
 
 Logits of 16 x 1024 tokens and 50,304 columns fill 1.6 GB in bf16.
 Written as softmax, logarithm and indexing, the loss moves them over the memory bus again and again.
 Here each row is read once from memory and once from the cache, and its gradient is written once.
-On a Hopper GPU, ``lib.fast.parts.loss_hopper`` keeps the row in shared memory and saves the second reading.
+On a Hopper GPU, ``lib.fast.parts.loss_hopper`` computes loss and gradient inside of the product, and reads no logit.
 """
 
 import torch
@@ -11,6 +11,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from lib.fast.parts import loss_hopper
+from lib.fast.parts.wide import wide_product
 
 try:
     import triton
@@ -29,7 +30,7 @@ if triton is not None:
         return tl.load(pointer + columns, mask=columns < n, other=-1e30).to(tl.float32) * NATS
 
     @triton.jit
-    def _softmax_loss_kernel(logits, targets, losses, gradient, n_vocab, n_columns, scale, BLOCK: tl.constexpr):
+    def _softmax_loss_kernel(logits, targets, losses, gradient, n_vocab, n_columns, BLOCK: tl.constexpr):
         """One program for each row. Bytes moved: 2 reads of the row, the second from the cache, and 1 write."""
         row = tl.program_id(0).to(tl.int64)
         logits += row * n_columns
@@ -48,67 +49,74 @@ if triton is not None:
         target = tl.load(targets + row)
         own = tl.load(logits + target).to(tl.float32) * NATS
         tl.store(losses + row, (log_sum - own) / NATS)
-        log_scale = tl.log2(scale)
         for start in range(0, n_columns, BLOCK):
             at = start + columns
-            share = tl.exp2(_load_bits(logits, at, n_vocab) - (log_sum - log_scale))  # 0 in the padding
+            share = tl.exp2(_load_bits(logits, at, n_vocab) - log_sum)  # 0 in the padding
             tl.store(gradient + at, share.to(gradient.dtype.element_ty), mask=at < n_columns)
         tl.debug_barrier()  # another thread may have written the target's column
-        tl.store(gradient + target, ((tl.exp2(own - log_sum) - 1.0) * scale).to(gradient.dtype.element_ty))
+        tl.store(gradient + target, (tl.exp2(own - log_sum) - 1.0).to(gradient.dtype.element_ty))
 
 
 @torch.library.custom_op("scaling_workbook::softmax_loss", mutates_args=())
-def softmax_loss(logits: Tensor, targets: Tensor, n_vocab: int) -> tuple[Tensor, Tensor]:
-    """The mean cross-entropy of rows of logits, and its gradient with respect to them.
+def softmax_loss(rows: Tensor, weight: Tensor, targets: Tensor, n_vocab: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The mean cross-entropy of the logits ``rows @ weight.T``, and its gradient with respect to them.
 
     Args:
-        logits: ``[N, V + padding]``, contiguous.
+        rows: ``[N, C]``, contiguous.
+        weight: ``[V + padding, C]``, contiguous.
         targets: ``[N]``, each below ``n_vocab``.
         n_vocab: Number V of columns that are tokens; the others get no probability.
 
     Returns:
-        The loss, float32, and the gradient in the dtype of the logits.
+        The loss, float32; and the gradient, as a matrix ``[N, V + padding]`` in the dtype of the rows
+        and a float32 factor for each of its rows ``[N]``.
     """
-    if not logits.is_cuda:
-        log_shares = logits[:, :n_vocab].float().log_softmax(-1)
-        gradient = log_shares.exp()
-        gradient[torch.arange(len(targets)), targets] -= 1.0
-        gradient = F.pad(gradient / len(targets), (0, logits.shape[1] - n_vocab)).to(logits.dtype)
-        return F.nll_loss(log_shares, targets), gradient
-    if loss_hopper.fits(logits):
-        losses, gradient = loss_hopper.launch_rows(logits, targets, n_vocab)
-        return losses.mean(), gradient
-    return _softmax_loss_triton(logits, targets, n_vocab)
+    if loss_hopper.fits(rows, weight):
+        losses, gradient, scales = loss_hopper.launch_loss(rows, weight, targets, n_vocab)
+        return losses.mean(), gradient, scales
+    logits, scales = rows @ weight.T, rows.new_full((len(rows),), 1 / len(rows), dtype=torch.float32)
+    if logits.is_cuda:
+        return *_softmax_loss_triton(logits, targets, n_vocab), scales
+    log_shares = logits[:, :n_vocab].float().log_softmax(-1)
+    gradient = log_shares.exp()
+    gradient[torch.arange(len(targets)), targets] -= 1.0
+    gradient = F.pad(gradient, (0, logits.shape[1] - n_vocab)).to(logits.dtype)
+    return F.nll_loss(log_shares, targets), gradient, scales
 
 
 def _softmax_loss_triton(logits: Tensor, targets: Tensor, n_vocab: int) -> tuple[Tensor, Tensor]:
     n_rows, n_columns = logits.shape
     gradient = torch.empty_like(logits)
     losses = torch.empty(n_rows, dtype=torch.float32, device=logits.device)
-    sizes = (n_vocab, n_columns, 1.0 / n_rows)
-    _softmax_loss_kernel[(n_rows,)](logits, targets, losses, gradient, *sizes, BLOCK=BLOCK, num_warps=N_WARPS)
+    _softmax_loss_kernel[(n_rows,)](
+        logits, targets, losses, gradient, n_vocab, n_columns, BLOCK=BLOCK, num_warps=N_WARPS
+    )
     return losses.mean(), gradient
 
 
 @softmax_loss.register_fake
-def _(logits: Tensor, targets: Tensor, n_vocab: int) -> tuple[Tensor, Tensor]:
-    return logits.new_empty((), dtype=torch.float32), torch.empty_like(logits)
+def _(rows: Tensor, weight: Tensor, targets: Tensor, n_vocab: int) -> tuple[Tensor, Tensor, Tensor]:
+    loss, scales = rows.new_empty((), dtype=torch.float32), rows.new_empty(len(rows), dtype=torch.float32)
+    return loss, rows.new_empty(len(rows), len(weight)), scales
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """The last product and the loss together, so that the gradient of the logits is computed while they are read."""
+    """The last product and the loss together, so that the gradient of the logits is computed with them."""
 
     @staticmethod
     def forward(ctx, rows: Tensor, weight: Tensor, targets: Tensor, n_vocab: int) -> Tensor:
-        loss, gradient = softmax_loss(rows @ weight.T, targets, n_vocab)
-        ctx.save_for_backward(rows, weight, gradient)
+        ctx.dtype, weight = weight.dtype, weight.to(rows.dtype)
+        loss, gradient, scales = softmax_loss(rows, weight, targets, n_vocab)
+        ctx.save_for_backward(rows, weight, gradient, scales)
         return loss
 
     @staticmethod
     def backward(ctx, scale: Tensor):
-        rows, weight, gradient = ctx.saved_tensors
-        d_rows, d_weight = gradient @ weight, gradient.T @ rows
-        return d_rows * scale.to(d_rows.dtype), d_weight * scale.to(d_weight.dtype), None, None
+        rows, weight, gradient, scales = ctx.saved_tensors
+        scales = (scales * scale)[:, None]
+        scaled = (rows * scales).to(rows.dtype)  # a factor of the gradient's rows, where there are fewer numbers
+        d_rows = ((gradient @ weight) * scales).to(rows.dtype)
+        return d_rows, wide_product(gradient.T, scaled, ctx.dtype), None, None
 
 
 def linear_cross_entropy(rows: Tensor, weight: Tensor, targets: Tensor, n_vocab: int) -> Tensor:
@@ -116,8 +124,10 @@ def linear_cross_entropy(rows: Tensor, weight: Tensor, targets: Tensor, n_vocab:
 
     Args:
         rows: ``[N, C]``.
-        weight: ``[V + padding, C]``, of the dtype of the rows.
+        weight: ``[V + padding, C]``, of the dtype of the rows or wider.
         targets: ``[N]``.
         n_vocab: Number V of columns that are tokens.
+
+    On a Hopper GPU a logit counts as at most 61 nats above its target's.
     """
     return LinearCrossEntropy.apply(rows, weight, targets, n_vocab)

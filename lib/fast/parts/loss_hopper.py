@@ -1,112 +1,168 @@
-"""The cross-entropy of ``lib.fast.parts.loss`` on a Hopper GPU, with whole rows of logits in shared memory.
+"""The last product and the cross-entropy on a Hopper GPU in one kernel, so that no logit is ever in memory.
 
-A row of 50,304 logits takes 101 KB in bf16, so the shared memory of a multiprocessor holds the rows of two programs:
-while one of them computes, the other one copies.
-A row arrives in chunks of 4096 numbers, each with a barrier of its own.
-The row's maximum is taken as the chunks arrive, and the sum of its exponentials from shared memory.
-The gradient then overwrites the row there, chunk by chunk, and is copied out,
-and the next row's chunks follow as their places become free.
+The softmax does not change if the same number is taken from all logits of a row.
+Taken is the target's own logit, which one short kernel computes for each row before the product.
+The product can then apply the exponential to sums that are still in registers, and writes exp(logit - own).
+A row's loss is the logarithm of the sum of these powers, and the gradient of its logits is the powers over that sum,
+less 1 at the target.
+The division is left to whoever uses the gradient, because a factor for each row can be applied after a product with it.
+
+Read ``lib.fast.parts.mlp`` first: its two users, which take turns, compute these tiles as well.
 """
 
 import math
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from lib.fast.gluon import GLUON, has_roles
-from lib.fast.launch import Address, Box, Launch, n_programs
-from lib.fast.parts.grouped import launches
+from lib.fast.launch import Address, Launch, n_programs
+from lib.fast.parts.grouped import Cut, described, launches
+from lib.fast.parts.mlp import _readable
+from lib.given.kernels.mode import tl, triton
 
-CHUNK = 4096
-LINE = 128  # a chunk is copied as lines: a box has at most 256 numbers along an axis
-MOST_CHUNKS = 13  # of a row: two rows of so many take 208 KiB of the 227 KiB of shared memory
+CUT = Cut(columns=128, stages=6, users=1, transposed=True)  # with 192 rows registers were spilled
+MOST_BITS = 88  # a logit counts as at most 61 nats above the target's: larger powers would leave bfloat16's range
 
 if GLUON:
-    from lib.fast.gluon import as_box, copy_in, copy_out, fence_async_shared, gl, gluon, mbarrier, tma
+    from lib.fast.gluon import acc, as_box, copy_out, fence_async_shared, gl, gluon, tma
+    from lib.fast.parts.grouped import _barriers, _place, shared_layout
+    from lib.fast.parts.mlp import PAIR, _load, _pieces, _product
 
-    LOG2E = gl.constexpr(math.log2(math.e))
-    FLAT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=16, rank=1)
-    LINES = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=16, rank=3)
-    LANES = gl.BlockedLayout([8], [32], [8], [0])
-
-    @gluon.jit
-    def _load_row(logits, row, row_s, full, CHUNKS: gl.constexpr):
-        """Copy each chunk of a row as soon as the gradient of the row before has left its place."""
-        for i in gl.static_range(CHUNKS):
-            tma.store_wait(CHUNKS - 1 - i)
-            mbarrier.expect(full.index(i), 4096 * 2)
-            copy_in(logits, [row, 32 * i, 0], full.index(i), as_box(row_s.index(i), logits))
+    BITS, LIMIT = gl.constexpr(math.log2(math.e)), gl.constexpr(float(MOST_BITS))
 
     @gluon.jit
-    def _log_sum(row_s, full, phase, n_vocab, CHUNKS: gl.constexpr):
-        """The row's logsumexp in bits; ``-inf`` takes the place of columns that are no tokens."""
-        largest = gl.full([4096], -math.inf, gl.float32, LANES)
-        for i in range(0, CHUNKS):
-            mbarrier.wait(full.index(i), phase)
-            x = row_s.index(i).load(LANES).to(gl.float32)
-            if (i + 1) * 4096 > n_vocab:
-                x = gl.where(i * 4096 + gl.arange(0, 4096, LANES) < n_vocab, x, -math.inf)
-                row_s.index(i).store(x.to(row_s.dtype))
-            largest = gl.maximum(largest, x)
-        peak = gl.max(largest, 0) * LOG2E
-        total = gl.full([4096], 0.0, gl.float32, LANES)
-        for i in range(0, CHUNKS):
-            total += gl.exp2(row_s.index(i).load(LANES).to(gl.float32) * LOG2E - peak)
-        return peak + gl.log2(gl.sum(total, 0))
+    def _write_powers(x, shift, target, row, column, n_vocab, powers, own_s):
+        """Write a piece's powers, 0 for the target and for columns that are no tokens; returns their sums over rows."""
+        columns = column + gl.arange(0, 64, gl.SliceLayout(0, acc(64)))
+        bits = x * BITS - shift[:, None]
+        power = gl.exp2(gl.where(bits > LIMIT, LIMIT, bits))  # NaN stays NaN
+        power = gl.where((columns < n_vocab)[None, :] & (columns[None, :] != target[:, None]), power, 0.0)
+        tma.store_wait(1)  # the piece before may still be on its way from the other place
+        own_s.store(power.to(own_s.dtype))
+        fence_async_shared()
+        copy_out(powers, [0, 0, row, column], as_box(own_s, powers))
+        return gl.sum(power, 1)
 
     @gluon.jit
-    def row_loss_kernel(logits, gradient, targets, losses, n_rows, n_vocab, scale, CHUNKS: gl.constexpr):
-        """Losses ``[N]``, and the gradient ``[N, V / 128, 128]`` of logits of that shape, times ``scale``.
-
-        Bytes moved: 1 read and 1 write of the rows.
-        """
-        row_s = gl.allocate_shared_memory(logits.dtype, [CHUNKS, 4096], FLAT)
-        full = gl.allocate_shared_memory(gl.int64, [CHUNKS, 1], mbarrier.MBarrierLayout())
-        for j in gl.static_range(CHUNKS):
-            mbarrier.init(full.index(j), count=1)
-        phase = 0
-        for row in range(gl.program_id(0), n_rows, gl.num_programs(0)):
-            _load_row(logits, row, row_s, full, CHUNKS)
-            target = gl.load(targets + row).to(gl.int32)
-            log_sum = _log_sum(row_s, full, phase, n_vocab, CHUNKS)
-            for i in range(0, CHUNKS):
-                x = row_s.index(i).load(LANES).to(gl.float32) * LOG2E - log_sum
-                share = gl.exp2(x)
-                if i == target // 4096:
-                    here = i * 4096 + gl.arange(0, 4096, LANES) == target
-                    share = gl.where(here, share - 1.0, share)
-                    gl.store(losses + row, gl.sum(gl.where(here, x, 0.0), 0) / -LOG2E)
-                row_s.index(i).store((share * scale).to(row_s.dtype))
-                fence_async_shared()
-                copy_out(gradient, [row, 32 * i, 0], as_box(row_s.index(i), gradient))
-            phase ^= 1
+    def _use(user: gl.constexpr, given, CUT: gl.constexpr):
+        own, targets, powers, sums, n_rows, n_columns, n_terms, N, n_vocab, own_s, turns, ring = given
+        for t in range(gl.program_id(0) + user * gl.num_programs(0), n_rows * n_columns, 2 * gl.num_programs(0)):
+            i, j = _place(t, n_rows, n_columns, CUT)
+            a, b, c = _product(t // gl.num_programs(0), n_terms, turns, ring, CUT)
+            pieces = _pieces(a, b, c)
+            for part in gl.static_range(gl.constexpr(CUT.parts)):
+                row, column = 64 * (CUT.parts * i + part), 128 * j
+                rows = row + gl.arange(0, 64, gl.SliceLayout(1, acc(64)))
+                shift = gl.load(own + rows, mask=rows < N, other=0.0)
+                target = gl.load(targets + rows, mask=rows < N, other=0).to(gl.int32)
+                left, right = own_s.index(2 * user), own_s.index(2 * user + 1)
+                total = _write_powers(pieces[part], shift, target, row, column, n_vocab, powers, left)
+                total += _write_powers(pieces[3 + part], shift, target, row, column + 64, n_vocab, powers, right)
+                gl.store(sums + j.to(gl.int64) * N + rows, total, mask=rows < N)
         tma.store_wait(0)
 
+    @gluon.jit(do_not_specialize=("n_rows", "n_columns", "n_terms", "N", "n_vocab"))
+    def powers_kernel(x, w, own, targets, powers, sums, n_rows, n_columns, n_terms, N, n_vocab, CUT: gl.constexpr):
+        """Write exp(``x @ w.T`` - own) ``[N, V]``, 0 for each row's target, and its sums over each 128 columns, float32
+        ``[ceil(V / 128), N]``, for x ``[N, C]``, w ``[V, C]`` and the targets' logits ``own`` in bits.
+        """
+        x_s = gl.allocate_shared_memory(x.dtype, [CUT.parts * CUT.stages, 64, 64], shared_layout(64, 64))
+        w_s = gl.allocate_shared_memory(x.dtype, [CUT.stages, 128, 64], shared_layout(128, 64))
+        own_s = gl.allocate_shared_memory(x.dtype, [4, 64, 64], shared_layout(64, 64))
+        full, empty = _barriers(CUT)
+        ring = (x_s, w_s, full, empty)
+        turns, _ = _barriers(PAIR)
+        used = (own, targets, powers, sums, n_rows, n_columns, n_terms, N, n_vocab, own_s, turns, ring)
+        loaded = (x, w, n_rows, n_columns, n_terms, ring)
+        first: gl.constexpr = 0
+        second: gl.constexpr = 1
+        gl.warp_specialize(
+            [(_use, (first, used, CUT)), (_use, (second, used, CUT)), (_load, (loaded, CUT))], [4, 1], [240, 24]
+        )
 
-def fits(logits: Tensor) -> bool:
-    """Whether the kernel takes these logits ``[N, V]``: 16 bits, a Hopper GPU, whole lines,
-    and rows of which two fit into shared memory.
+
+@triton.jit
+def own_logits_kernel(x, w, targets, own, n_rows, n_terms, ROWS: tl.constexpr, TERMS: tl.constexpr):
+    """own [n_rows] is the product, in bits, of each row of x [n_rows, n_terms] with its target's row of w."""
+    rows, terms = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, TERMS)
+    is_row = rows < n_rows
+    inside = is_row[:, None] & (terms < n_terms)[None, :]
+    target = tl.load(targets + rows, mask=is_row, other=0).to(tl.int64)
+    left = tl.load(x + rows.to(tl.int64)[:, None] * n_terms + terms[None, :], mask=inside, other=0.0)
+    right = tl.load(w + target[:, None] * n_terms + terms[None, :], mask=inside, other=0.0)
+    bits = tl.sum(left.to(tl.float32) * right.to(tl.float32), 1) * 1.4426950408889634  # log2(e)
+    tl.store(own + rows, bits, mask=is_row)
+
+
+@triton.jit
+def finish_kernel(
+    sums, own, targets, powers, losses, scales, n_rows, n_sums, n_columns, ROWS: tl.constexpr, SUMS: tl.constexpr
+):
+    """Add up sums [n_sums, n_rows], and write each row's loss, the factor of its powers, and the target's power,
+    from which the whole sum has been taken.
     """
-    n_rows, n_columns = logits.shape
-    readable = logits.dtype.itemsize == 2 and n_columns % LINE == 0 and logits.data_ptr() % 16 == 0
-    return readable and n_rows > 0 and 0 < n_columns <= MOST_CHUNKS * CHUNK and has_roles(logits)
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    is_row = rows < n_rows
+    total = tl.zeros([SUMS, ROWS], tl.float32)
+    for start in range(0, n_sums, SUMS):
+        each = start + tl.arange(0, SUMS)
+        inside = (each < n_sums)[:, None] & is_row[None, :]
+        total += tl.load(sums + each.to(tl.int64)[:, None] * n_rows + rows[None, :], mask=inside, other=0.0)
+    others = tl.sum(total, 0) + 0.0 * tl.load(own + rows, mask=is_row, other=0.0)  # NaN if the target's logit is
+    tl.store(losses + rows, tl.log(1.0 + others), mask=is_row)
+    tl.store(scales + rows, 1.0 / (1.0 + others) / n_rows, mask=is_row)
+    target = tl.load(targets + rows, mask=is_row, other=0).to(tl.int64)
+    tl.store(powers + rows.to(tl.int64) * n_columns + target, (-others).to(powers.dtype.element_ty), mask=is_row)
+
+
+def fits(rows: Tensor, weight: Tensor) -> bool:
+    """Whether the kernel takes rows ``[N, C]`` and a weight ``[V, C]``: bfloat16, a Hopper GPU,
+    and at least a tile for each multiprocessor.
+    """
+    (n_rows, width), n_columns = rows.shape, len(weight)
+    readable = rows.dtype == weight.dtype == torch.bfloat16 and width % 8 == n_columns % 8 == 0
+    n_tiles = -(-n_rows // (64 * CUT.parts)) * -(-n_columns // 128)
+    return readable and has_roles(rows) and n_programs(rows.device) <= n_tiles
 
 
 @lru_cache(maxsize=16)
-def _rows_launch(key: tuple[int, int, int, int]) -> Launch:
-    n_rows, n_columns, n_vocab, multiprocessors = key
-    shape = (n_rows, n_columns // LINE, LINE)
-    boxes: Any = [Box(i, (1, CHUNK // LINE, LINE), LINES, shape) for i in (0, 1)]
-    args = (*boxes, Address(2), Address(3), n_rows, n_vocab, 1.0 / n_rows, -(-n_columns // CHUNK))
-    return Launch(row_loss_kernel, (min(2 * multiprocessors, n_rows),), args, num_warps=8)
+def _powers_launch(key: tuple) -> Launch:
+    n_rows, width, n_columns, n_vocab, programs = key
+    grid = -(-n_rows // (64 * CUT.parts)), -(-n_columns // 128)
+    args = (
+        described(0, 64, 64), described(1, 128, 64), Address(2), Address(3), described(4, 64, 64), Address(5),
+        *grid, -(-width // 64), n_rows, n_vocab, CUT,
+    )  # fmt: skip
+    return Launch(powers_kernel, (min(programs, grid[0] * grid[1]),), args, num_warps=4)
 
 
-def launch_rows(logits: Tensor, targets: Tensor, n_vocab: int) -> tuple[Tensor, Tensor]:
-    """The losses ``[N]`` of contiguous logits ``[N, V]`` that `fits` accepts, and the gradient of their mean."""
-    n_rows, n_columns = logits.shape
-    gradient, losses = torch.empty_like(logits), logits.new_empty(n_rows, dtype=torch.float32)
-    tensors = logits, gradient, targets.contiguous(), losses
-    launches(_rows_launch, (n_rows, n_columns, n_vocab, n_programs(logits.device)), *tensors)(*tensors)
-    return losses, gradient
+def launch_own_logits(rows: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Each row's logit of its target ``[N]``, in bits."""
+    (n_rows, width), own = rows.shape, rows.new_empty(len(rows), dtype=torch.float32)
+    sizes = (n_rows, width, 4, triton.next_power_of_2(width))
+    own_logits_kernel[(triton.cdiv(n_rows, 4),)](rows, weight, targets, own, *sizes, num_warps=4)
+    return own
+
+
+def finish(sums: Tensor, own: Tensor, targets: Tensor, powers: Tensor) -> tuple[Tensor, Tensor]:
+    """The losses ``[N]`` and the factors ``[N]`` of the rows of powers, whose targets are filled in."""
+    n_rows, losses, scales = len(own), torch.empty_like(own), torch.empty_like(own)
+    given = (sums, own, targets, powers, losses, scales, n_rows, len(sums), powers.shape[1])
+    finish_kernel[(triton.cdiv(n_rows, 32),)](*given, 32, 32, num_warps=4)
+    return losses, scales
+
+
+def launch_loss(rows: Tensor, weight: Tensor, targets: Tensor, n_vocab: int) -> tuple[Tensor, Tensor, Tensor]:
+    """For what `fits`: the losses ``[N]``; and the gradient of their mean with respect to the logits,
+    as a matrix ``[N, V]`` and a float32 factor for each of its rows ``[N]``.
+    """
+    rows, weight, targets = _readable(rows), _readable(weight), _readable(targets)
+    (n_rows, width), n_columns = rows.shape, len(weight)
+    own, powers = launch_own_logits(rows, weight, targets), rows.new_empty(n_rows, n_columns)
+    sums = rows.new_empty(-(-n_columns // 128), n_rows, dtype=torch.float32)
+    tensors = rows, weight, own, targets, powers, sums
+    launches(_powers_launch, (n_rows, width, n_columns, n_vocab, n_programs(rows.device)), *tensors)(*tensors)
+    losses, scales = finish(sums, own, targets, powers)
+    return losses, powers, scales

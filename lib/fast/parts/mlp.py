@@ -15,7 +15,7 @@ While a user writes its tile, the tensor cores work for the other one.
 
 The taller a tile, the fewer bytes are copied for a product.
 Backward, a tile has 192 rows, whose sums fill the registers; with 128 the tensor cores waited for copies.
-Forward, it has 128: with 192 the exact GELU was slower,
+Forward, it has 128: with 192 both forms were slower,
 probably because the code no longer fits into the instruction cache.
 """
 
@@ -31,6 +31,7 @@ from lib.fast.launch import VERSION, Address, Launch, n_programs
 from lib.fast.parts.gelu import _gelu_and_slope
 from lib.fast.parts.grouped import Cut, described, launches
 from lib.fast.parts.sums import add_rows
+from lib.fast.parts.wide import wide_product
 
 FORWARD, BACKWARD = Cut(columns=128, stages=5, users=1, transposed=True), Cut(columns=128, stages=4, users=1, parts=3)
 
@@ -358,16 +359,22 @@ class MLP(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, first: Tensor, bias: Tensor, second: Tensor, last: Tensor | None, approximate: str
     ) -> Tensor:
+        ctx.dtypes, ctx.last_dtype = (first.dtype, second.dtype), None if last is None else last.dtype
+        first, second = first.to(x.dtype), second.to(x.dtype)
         gelu, slope = gelu_and_slope_op(x, first, bias, approximate)
         ctx.save_for_backward(x, first, bias, second, gelu, slope)
-        return F.linear(gelu, second, last)
+        return F.linear(gelu, second, None if last is None else last.to(x.dtype))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, None]:
         x, first, bias, second, gelu, slope = ctx.saved_tensors
         inner, sums = times_slope_op(grad, second, slope)
-        of_last = grad.sum(0) if ctx.needs_input_grad[4] else None
-        return inner @ first, inner.T @ x, sums.to(bias.dtype), grad.T @ gelu, of_last, None
+        of_first, of_second = (
+            wide_product(left.T, right, dtype)
+            for left, right, dtype in zip((inner, grad), (x, gelu), ctx.dtypes, strict=True)
+        )
+        of_last = grad.sum(0, dtype=ctx.last_dtype) if ctx.needs_input_grad[4] else None
+        return inner @ first, of_first, sums.to(bias.dtype), of_second, of_last, None
 
 
 def mlp(
@@ -377,10 +384,10 @@ def mlp(
 
     Args:
         x: ``[N, C]``, bfloat16, float16 or float32.
-        first: ``[F, C]`` in the dtype of ``x``.
+        first: ``[F, C]`` in the dtype of ``x``, or float32.
         bias: ``[F]``, of any floating-point dtype.
-        second: ``[D, F]`` in the dtype of ``x``.
-        last: ``[D]`` in the dtype of ``x``, or None for no second bias.
+        second: ``[D, F]`` in the dtype of ``x``, or float32.
+        last: ``[D]`` likewise, or None for no second bias.
         approximate: "none" or "tanh", as PyTorch's ``gelu`` has it.
 
     Returns:
@@ -394,9 +401,9 @@ def mlp(
     if x.ndim != 2 or first.shape != (*bias.shape, x.shape[1]) or second.shape != (*last_shape, *bias.shape):
         raise ValueError(f"{shapes}, last {tuple(last_shape)}: expected [N, C], [F, C], [F], [D, F] and [D]")
     dtypes = {"first": first.dtype, "second": second.dtype} | ({} if last is None else {"last": last.dtype})
-    if not x.dtype.is_floating_point or {x.dtype} != set(dtypes.values()):
+    if not x.dtype.is_floating_point or not {*dtypes.values()} <= {x.dtype, torch.float32}:
         others = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
-        raise ValueError(f"x is {x.dtype}, {others}: expected one floating-point dtype")
+        raise ValueError(f"x is {x.dtype}, {others}: expected one floating-point dtype, or float32 for the layers")
     if approximate not in ("none", "tanh"):
         raise ValueError(f"approximate = {approximate!r}: expected 'none' or 'tanh'")
     return MLP.apply(x, first, bias, second, last, approximate)

@@ -39,7 +39,7 @@ from lib.runs.engine.options import (
 )
 from lib.runs.engine.signals import STATUS, Signals, follow_launcher
 from lib.runs.engine.sources import N_PICTURES
-from lib.runs.engine.strategies import make_optimizer, make_strategy
+from lib.runs.engine.strategies import clip_in_update, divides_gradients, make_optimizer, make_strategy
 from lib.runs.engine.strategy import Strategy
 from lib.runs.engine.tasks import Task
 from lib.runs.engine.world import World, agree, choose_device, find_world, start_group
@@ -282,7 +282,7 @@ class Run:
         if self.scaler is not None:
             self.strategy.share_overflow()
             self.scaler.unscale_(self.optimizer)
-        norm = self.strategy.clip(self.options.clip).detach() if self.options.clip else None
+        norm = self.clip(self.options.clip).detach() if self.options.clip else None
         lr = self.optimizer.param_groups[0]["lr"]
         if self.scaler is None:
             self.strategy.decay(lr)
@@ -290,6 +290,12 @@ class Run:
         else:
             self.scaler_step(lr)
         return numbers if norm is None else torch.cat([numbers, norm.float().reshape(1)])
+
+    def clip(self, max_norm: float) -> Tensor:
+        """Scale the whole gradient to a norm of at most ``max_norm``, now or in the update; return its norm before."""
+        if divides_gradients(self.options, self.optimizer):
+            return clip_in_update(self.optimizer, max_norm)
+        return self.strategy.clip(max_norm)
 
     def scaler_step(self, lr: float) -> None:
         """The update, which is skipped if a gradient has inf or NaN,

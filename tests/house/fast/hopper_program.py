@@ -69,7 +69,7 @@ def launches() -> Iterator[tuple[str, Launch, list[str]]]:
         launch = mlp._forward_launch((4096, 768, 3072, form == "tanh", 132))
         yield f"GELU, {form}", launch, [B16, B16, F32, B16, B16]
     yield "slope", mlp._backward_launch((4096, 768, 3072, 132)), [B16] * 4 + [F32]
-    yield "loss", loss_hopper._rows_launch((16384, 50304, 50257, 132)), [B16, B16, I64, F32]
+    yield "loss", loss_hopper._powers_launch((16384, 768, 50304, 50257, 132)), [B16, B16, F32, I64, B16, F32]
 
 
 def main() -> None:

@@ -29,7 +29,7 @@ from lib.runs.engine import signals, state
 from lib.runs.engine.log import Moment, as_json, peak_flops, read_log, send
 from lib.runs.engine.loop import set_up
 from lib.runs.engine.options import make_parser, parse
-from lib.runs.engine.strategies import make_optimizer
+from lib.runs.engine.strategies import clip_in_update, divides_gradients, make_optimizer
 from lib.runs.engine.tasks import GPT2Task
 from lib.runs.engine.world import World, _first_host, _slurm_port, choose_device, find_world, share_no_gpu
 from lib.runs.flags import UsageError
@@ -581,6 +581,36 @@ def test_a_run_that_goes_on_does_what_its_command_says(tmp_path):
     assert now.state_dict()["state"][0]["exp_avg"].equal(was.state_dict()["state"][0]["exp_avg"])
     begun = f"{VIT} --save-every 2 --checkpoint {tmp_path}"
     train(f"{begun} --steps 2", f"{begun} --steps 3 --precision float16", f"{begun} --steps 4 --precision float16")
+
+
+def test_adamw_clips_the_gradients_that_it_reads():
+    torch.manual_seed(0)
+    first = [torch.nn.Parameter(torch.randn(shape)) for shape in ((5, 3), (7,), (2,))]
+    second = [torch.nn.Parameter(p.detach().clone()) for p in first]
+    ours, plain = (torch.optim.AdamW(parameters, lr=0.1, fused=True) for parameters in (first, second))
+    for scale in (1e-3, 1.0, 50.0):
+        for a, b in zip(first[:2], second, strict=False):  # the third has no gradient
+            a.grad = scale * torch.randn_like(a)
+            b.grad = a.grad.clone()
+        norm, wanted = clip_in_update(ours, 1.0), torch.nn.utils.clip_grad_norm_(second, 1.0)
+        ours.step()
+        plain.step()
+        torch.testing.assert_close(norm, wanted)
+        torch.testing.assert_close(first, second)
+
+
+def test_adamw_clips_where_gradients_are_whole_and_kernels_are_fused():
+    fused, plain = (torch.optim.AdamW([torch.zeros(2)], fused=fused) for fused in (True, False))
+    for given, optimizer, wanted in (
+        ("", fused, True),
+        ("", plain, False),
+        ("--path plain", fused, False),
+        ("--precision float16", fused, False),
+        ("--strategy ddp", fused, True),
+        ("--strategy fsdp", fused, False),
+    ):
+        options = parse_flags(f"--data synthetic --path fast --precision bf16 {given}".split())
+        assert divides_gradients(options, optimizer) == wanted
 
 
 def test_the_loss_kernel_is_for_bf16_alone():
