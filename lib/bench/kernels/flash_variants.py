@@ -136,19 +136,19 @@ def flops(case: Case, ids: Tensor | None) -> int:
 # ---- competitors -----------------------------------------------------------------------------------------------------
 
 
-def absorbed(case: Case) -> Attend:
-    """Ours for keys and values that are one tensor of latents."""
+def absorbed(rank: int, width: int) -> Attend:
+    """Ours for keys and values that are one tensor, of which the values are the first ``rank`` columns."""
 
     def attend(leaves: list[Tensor]) -> Tensor:
-        parts = [x.tensor_split([case.latent], -1) for x in (leaves[0], leaves[1][:, 0])]
-        return latent_attention(*parts[0], *parts[1], scale=case.width**-0.5)
+        (q, turned), (latents, keys) = (x.tensor_split([rank], -1) for x in (leaves[0], leaves[1][:, 0]))
+        return latent_attention(q, turned, latents, keys, scale=width**-0.5)
 
     return attend
 
 
 def ours(case: Case, ids: Tensor | None) -> Attend:
     if case.latent is not None:
-        return absorbed(case)
+        return absorbed(case.latent, case.width)
     documents = None if ids is None else Documents.from_ids(ids)  # once for a batch, as in a model
 
     def attend(leaves: list[Tensor]) -> Tensor:
