@@ -8,6 +8,7 @@ Tests that need two GPUs are skipped on one, and counted.
 ``--tiny`` runs chapter 7's alone, to try the program.
 """
 
+import re
 import subprocess
 import sys
 import tempfile
@@ -24,6 +25,10 @@ from lib.given.data.record import MEASUREMENTS
 from lib.runs.flags import ProgramParser, whole
 
 ROOT = Path(__file__).parents[2]
+# of a test, or of those that run on each place of `tests.house.fast.comparing`
+MARKS = re.compile(r"mark\.gpu|\bPLACES\b|\bplaces\b")
+    r"mark\.gpu|\bPLACES\b"
+)  # of a test, or of those that run on each place of `tests.house.fast.comparing`
 STATES = ("failed", "error", "skipped", "passed")
 
 
@@ -32,7 +37,7 @@ def files_with_gpu_tests() -> list[str]:
     with a GPU does not have.
     """
     paths = sorted((ROOT / "tests").rglob("test_*.py"))
-    return [str(path.relative_to(ROOT)) for path in paths if "mark.gpu" in path.read_text(encoding="utf-8")]
+    return [str(path.relative_to(ROOT)) for path in paths if MARKS.search(path.read_text("utf-8"))]
 
 
 def outcomes(report: Path) -> dict[str, Any]:
