@@ -19,7 +19,7 @@ from tokenizers import models as theirs_models
 
 from lib.given.models.serving import Request
 from lib.runs import serve
-from lib.runs.engine.options import UsageError
+from lib.runs.flags import UsageError
 from lib.runs.serving import models
 from lib.runs.serving.engine import build
 from lib.runs.serving.prefix import PrefixEngine
