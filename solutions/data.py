@@ -77,8 +77,9 @@ class _Page(pages.PageParser):
     def handle_starttag(self, tag: str, attrs) -> None:
         if tag == "body":
             pages.end_element(self.left_out, "head")
-        if tag in pages.LEFT_OUT or self.left_out:
-            self.left_out += [tag] * (tag in pages.LEFT_OUT)
+        if tag in pages.LEFT_OUT:
+            self.left_out.append(tag)
+        if self.left_out:
             return
         self.lines.break_at(tag, bool(self.lists))
         if tag in pages.LISTS:

@@ -26,9 +26,7 @@ from lib.runs.flags import ProgramParser, whole
 
 ROOT = Path(__file__).parents[2]
 # of a test, or of those that run on each place of `tests.house.fast.comparing`
-MARKS = re.compile(r"mark\.gpu|\bPLACES\b|\bplaces\b")
-    r"mark\.gpu|\bPLACES\b"
-)  # of a test, or of those that run on each place of `tests.house.fast.comparing`
+MARKS = re.compile(r"mark\.gpu|tests\.house\.fast\.comparing import")
 STATES = ("failed", "error", "skipped", "passed")
 
 

@@ -89,7 +89,7 @@ def train_size(
     more: Callable[[Any], dict[str, Any]] = lambda run: {},
 ) -> list[dict[str, Any]]:
     """Train a GPT-2 to each of these lengths; returns a point for each, with the entries that ``more`` returns."""
-    from lib.runs.engine.options import parse
+    from lib.runs.engine.request import parse
     from lib.runs.engine.tasks import GPT2Task
     from lib.runs.train_gpt2 import make_gpt2_parser
 
@@ -109,8 +109,8 @@ def train_branches(
         For each length the scores, with the entries that ``more`` returns.
     """
     from lib.runs.engine.evaluation import evaluate
-    from lib.runs.engine.loop import prepare
     from lib.runs.engine.options import DECAYED
+    from lib.runs.engine.start import prepare
 
     run = prepare(options, task)
     if run.options.graph:

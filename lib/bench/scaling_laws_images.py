@@ -51,7 +51,7 @@ def flags(o: argparse.Namespace, dim: int, n_layers: int, steps: int) -> list[st
 
 def train_size(o: argparse.Namespace, dim: int, n_layers: int) -> list[dict[str, Any]]:
     """Train one vision transformer to every length."""
-    from lib.runs.engine.options import parse
+    from lib.runs.engine.request import parse
     from lib.runs.engine.tasks import ViTTask
     from lib.runs.train_vit import make_vit_parser
 

@@ -16,8 +16,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from lib.runs.engine import options as flags
-from lib.runs.engine.loop import main as run
+from lib.runs.engine.arguments import add_place_flags, add_quality_flags, add_training_flags
+from lib.runs.engine.options import STRATEGIES
+from lib.runs.engine.start import main as run
 from lib.runs.flags import Parser, fraction, positive, share, whole
 from lib.runs.serve import filled
 from lib.runs.tuning.task import METHODS, RANK, TuneOptions, TuneRun, TuneTask
@@ -42,15 +43,15 @@ def make_parser() -> Parser:
     ranks = parser.add_argument_group("ranks and computation")
     ranks.add_argument(
         "--strategy",
-        choices=flags.STRATEGIES,
+        choices=STRATEGIES,
         help="single (the default); on several ranks ddp, or fsdp with --method full",
     )
     ranks.add_argument("--engine", choices=("ours", "torch"), default="ours", help="the book's DDP, or PyTorch's")
     ranks.add_argument("--precision", choices=("float32", "tf32", "bf16"), default="float32",
                        help="of the matrix products; with adapters of the frozen weights too")  # fmt: skip
-    flags._add_training_flags(parser, "packed rows, or pairs,")
-    flags._add_quality_flags(parser)
-    flags._add_place_flags(parser)
+    add_training_flags(parser, "packed rows, or pairs,")
+    add_quality_flags(parser)
+    add_place_flags(parser)
     unused = ("replicate", "shard", "tensor", "context", "pipeline", "expert", "compile", "column", "items")
     parser.set_defaults(path="plain", attention="quickest", graph=False, **dict.fromkeys(unused))
     parser.set_defaults(batch=8, lr=1e-4, weight_decay=0.0, eval_every=50)

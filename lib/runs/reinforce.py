@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from lib.given.models.rewards import AGGREGATIONS, MODES
 from lib.runs.engine import state as checkpoints
-from lib.runs.engine.options import check_places, check_unlocked, lock_places, make_places
+from lib.runs.engine.places import check_places, check_unlocked, lock_places, make_places
 from lib.runs.engine.signals import STATUS, follow_launcher
 from lib.runs.engine.world import World, agree, choose_device, find_world, start_group
 from lib.runs.flags import Parser, UsageError, positive, share, whole

@@ -11,8 +11,8 @@ python -m lib.runs.train_gpt2 --model small --data openwebtext --limit 10000 --t
 
 import sys
 
-from lib.runs.engine.loop import main as run
-from lib.runs.engine.options import add_size_flags, add_text_flags, make_parser
+from lib.runs.engine.arguments import add_size_flags, add_text_flags, make_parser
+from lib.runs.engine.start import main as run
 from lib.runs.engine.tasks import GPT2_PRESETS, GPT2Task
 from lib.runs.flags import Parser, share, whole
 

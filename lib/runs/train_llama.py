@@ -11,8 +11,8 @@ torchrun --nproc-per-node 8 -m lib.runs.train_llama --model 7B --strategy fsdp -
 import sys
 
 from lib.given.models.llama import PRESETS
-from lib.runs.engine.loop import main as run
-from lib.runs.engine.options import add_text_flags, make_parser
+from lib.runs.engine.arguments import add_text_flags, make_parser
+from lib.runs.engine.start import main as run
 from lib.runs.engine.tasks import LlamaTask
 from lib.runs.engine.variants import add_variant_flags
 

@@ -9,8 +9,8 @@ mpiexec -n 2 python -m lib.runs.train_vit --strategy tp
 import sys
 
 from lib.given.models.vit import PRESETS
-from lib.runs.engine.loop import main as run
-from lib.runs.engine.options import add_size_flags, make_parser
+from lib.runs.engine.arguments import add_size_flags, make_parser
+from lib.runs.engine.start import main as run
 from lib.runs.engine.tasks import ViTTask
 from lib.runs.flags import Parser, whole
 

@@ -200,7 +200,8 @@ def test_BlockAllocator_refuses_what_is_not_in_use(call):
 
 def test_BlockAllocator_never_leaks():
     case("3,000 random calls on 7 blocks, compared with a counter after each")
-    pool, users, rng = serving.BlockAllocator(7), Counter(), random.Random(0)
+    pool, rng = serving.BlockAllocator(7), random.Random(0)
+    users: Counter[int] = Counter()
     for _ in range(3000):
         call = rng.choice(("allocate", "share", "free", "free"))
         if call == "allocate":
@@ -249,8 +250,8 @@ def expect_content(cache, sequence: int, layer: int, k: Tensor, v: Tensor, read:
     expect_equal(length, k.shape[1], name=f"lengths[{sequence}][{layer}]", read=read)
     places = [(table[p // cache.block_size], p % cache.block_size) for p in range(length)]
     for name, pool, expected in (("keys", cache.keys, k), ("values", cache.values, v)):
-        found = [pool[layer, block, place] for block, place in places]
-        found = torch.stack(found, 1) if found else expected[:, :0]
+        vectors = [pool[layer, block, place] for block, place in places]
+        found = torch.stack(vectors, 1) if vectors else expected[:, :0]
         expect_close(found, expected, name=f"{name} in layer {layer} of sequence {sequence}", read=read)
 
 
@@ -471,7 +472,8 @@ def test_PagedCache_refuses():
 
 def test_PagedCache_never_leaks():
     case("700 random calls on 12 blocks of 3, compared with plain lists after each")
-    cache, rng, model = make_cache(12, 3), random.Random(1), {}
+    cache, rng = make_cache(12, 3), random.Random(1)
+    model: dict[int, tuple[Tensor, Tensor]] = {}
     for step in range(700):
         call = rng.choice(("new", "append", "append", "append", "fork", "free"))
         if call == "new" and len(model) < 6:
@@ -484,7 +486,8 @@ def test_PagedCache_never_leaks():
                 try:
                     for layer in (0, 1):
                         cache.append(sequence, layer, *(x + 10 * layer for x in new))
-                    model[sequence] = tuple(torch.cat(pair, 1) for pair in zip(model[sequence], new, strict=True))
+                    keys, values = (torch.cat(pair, 1) for pair in zip(model[sequence], new, strict=True))
+                    model[sequence] = keys, values
                 except OutOfBlocks:
                     expect_equal(state_of(cache), before, name="", read=COPY)
             elif call == "fork":
@@ -762,7 +765,10 @@ def test_PrefixTree_refuses_a_second_release():
 def test_PrefixTree_random_scripts():
     case("2,000 random calls on a tree of blocks of 1, compared with a dictionary of prefixes after each")
     tree, rng = serving.PrefixTree(1), random.Random(2)
-    known, used, held, n_made = {}, {}, [], 0
+    known: dict[str, int] = {}
+    used: dict[str, int] = {}
+    held: list[tuple[str, list[str]]] = []
+    n_made = 0
     for clock in range(1, 2001):
         text, call = "".join(rng.choice("ab") for _ in range(rng.randint(0, 5))), rng.randrange(5)
         prefixes = [text[: i + 1] for i in range(len(text))]
@@ -996,10 +1002,8 @@ def _drive(scheduler, rng: random.Random, n_requests: int) -> None:
 
 def small_model(kind: str = "llama"):
     torch.manual_seed(5)
-    if kind == "llama":
-        model = Llama(SMALL)
-    else:
-        model = GPT2(GPT2Config(vocab_size=64, context_len=64, dim=32, n_layers=2, n_heads=4))
+    gpt2 = GPT2Config(vocab_size=64, context_len=64, dim=32, n_layers=2, n_heads=4)
+    model: Llama | GPT2 = Llama(SMALL) if kind == "llama" else GPT2(gpt2)
     for p in model.parameters():
         p.data *= 3 if p.dim() > 1 else 1  # so that the next token is no near tie
     return model.double().eval()
@@ -1010,8 +1014,8 @@ def alone(model, request: Request) -> list[int]:
     if isinstance(model, Llama):
         generator = torch.Generator().manual_seed(request.seed or 0)
         prompt = torch.tensor([request.tokens])
-        options = {"top_k": request.top_k, "top_p": request.top_p, "generator": generator}
-        return [int(t) for t in generate(model, prompt, request.max_new_tokens, request.temperature, **options)]
+        n, temperature, k, p = request.max_new_tokens, request.temperature, request.top_k, request.top_p
+        return [int(t) for t in generate(model, prompt, n, temperature, top_k=k, top_p=p, generator=generator)]
     tokens = list(request.tokens)
     with torch.no_grad():
         for _ in range(request.max_new_tokens):
@@ -1036,7 +1040,7 @@ def random_requests(n: int, seed: int, sampled: bool) -> list[Request]:
 
 
 def collect(requests, events) -> list[list[int]]:
-    found = {request: [] for request in requests}
+    found: dict[Request, list[int]] = {request: [] for request in requests}
     for request, token in events:
         found[request].append(token)
     return [found[request] for request in requests]
@@ -1063,7 +1067,9 @@ def test_Engine_takes_steps():
     engine = serving.Engine(model, serving.Scheduler(6, 10, 2))
     for request in requests:
         engine.submit(request)
-    steps, free, passes = [], {"cache": [], "scheduler": []}, []
+    steps: list[list[int]] = []
+    free: dict[str, list[int]] = {"cache": [], "scheduler": []}
+    passes: list[int] = []
     model.norm.register_forward_pre_hook(lambda *_: passes.append(len(steps)))
     while engine.is_busy and len(steps) < 10:
         new = engine.step()
@@ -1289,9 +1295,10 @@ def test_generate_many_equals_transformers():
 # ---- speculative_step ------------------------------------------------------------------------------------------------
 
 
-def distribution(target: Tensor, draft: Tensor, n: int, seed: int = 0) -> Counter:
+def distribution(target: Tensor, draft: Tensor, n: int, seed: int = 0) -> Counter[tuple[int, ...]]:
     """How often each beginning of at most two tokens comes out of n steps."""
-    generator, counts, target, draft = torch.Generator().manual_seed(seed), Counter(), target.clone(), draft.clone()
+    generator, target, draft = torch.Generator().manual_seed(seed), target.clone(), draft.clone()
+    counts: Counter[tuple[int, ...]] = Counter()
     for drafted in torch.multinomial(draft, n, replacement=True, generator=generator).T:
         counts[tuple(serving.speculative_step(target, draft, drafted, generator).tolist()[:2])] += 1
     return counts
@@ -1305,7 +1312,7 @@ Q = torch.tensor([[0.6, 0.25, 0.15], [0.15, 0.7, 0.15]])
 def test_speculative_step_has_the_targets_distribution():
     case("k=2 of 3 tokens, 1,500 steps with a fixed seed: how often the first token is 0, 1, 2")
     n = 1500
-    counts = Counter()
+    counts: Counter[int] = Counter()
     for pair, count in distribution(P, Q, n).items():
         counts[pair[0]] += count
     share = torch.tensor([counts[token] / n for token in range(3)])
@@ -1318,7 +1325,7 @@ def test_speculative_step_has_the_targets_distribution():
 @pytest.mark.time_limit(30)
 def test_speculative_step_second_token():
     case("k=2 of 3 tokens, 1,500 steps with a fixed seed: the second token of steps that have one is drawn from row 1")
-    counts = Counter()
+    counts: Counter[int] = Counter()
     for pair, count in distribution(P, Q, 1500, seed=1).items():
         if len(pair) > 1:
             counts[pair[1]] += count
@@ -1336,7 +1343,7 @@ def test_speculative_step_second_token():
 def test_speculative_step_last_token():
     case("k=1 with a draft equal to the target, 800 steps: always two tokens, the second from the last row")
     counts = distribution(P[:2], P[:1], 800, seed=2)
-    lengths = Counter()
+    lengths: Counter[int] = Counter()
     for pair, count in counts.items():
         lengths[len(pair)] += count
     expect_equal(dict(lengths), {2: 800}, name="steps by number of tokens", read=KEEP)
@@ -1499,7 +1506,8 @@ def filled(inputs: StaticInputs, cache, sequences: list[int], tokens: list[int])
     before = {name: (x, x.data_ptr(), list(x.shape), x.dtype) for name, x in vars(inputs).items()}
     serving.fill_static_inputs(inputs, cache, sequences, tokens)
     state = {name: getattr(inputs, name) for name in before}
-    moved, exchanged = [], []
+    moved: list[str] = []
+    exchanged: list[str] = []
     for name, (buffer, address, shape, dtype) in before.items():
         now = state[name]
         if not isinstance(now, Tensor):
@@ -1523,14 +1531,16 @@ def test_fill_static_inputs_by_hand():
     cache.admit(7, 4), cache.admit(5, 6)
     cache.tables[6], cache.lengths[6] = list(cache.tables[5]), [6, 6]
     filled(inputs, cache, [5, 7, 6], [30, 40, 50])
-    found = {name: getattr(inputs, name).tolist() for name in ("tokens", "positions", "slots", "lengths", "tables")}
+    names = ("tokens", "positions", "slots", "lengths", "tables")
+    found: dict[str, list] = {name: getattr(inputs, name).tolist() for name in names}
     found["tables"] = [row[:2] for row in found["tables"][:3]]
     found["lengths in the cache"] = [cache.lengths[i] for i in (5, 7, 6)]
     for name in ("tokens", "positions"):
         padding = found[name].pop()
         told = f"inputs.{name} = {padding} in a row of padding, which the model cannot look up"
         expect_true(0 <= padding < 64, told, answer=found, read=STATIC)
-    expected = {"tokens": [30, 40, 50], "positions": [6, 4, 6], "slots": [14, 16, 10, -1], "lengths": [7, 5, 7, 0]}
+    expected: dict[str, list] = {"tokens": [30, 40, 50], "positions": [6, 4, 6]}
+    expected |= {"slots": [14, 16, 10, -1], "lengths": [7, 5, 7, 0]}
     expected |= {"tables": [[1, 3], [0, 4], [1, 2]], "lengths in the cache": [[7, 7], [5, 5], [7, 7]]}
     expect_equal(found, expected, name="", read=STATIC)
 
@@ -1585,8 +1595,8 @@ def test_fill_static_inputs_replays_give_the_logits_of_the_plain_model(kind):
         for i, token in zip(batch, tokens, strict=True):
             texts[i].append(token)
         with torch.no_grad():
-            plain = [model(torch.tensor([texts[i]])) for i in batch]
-        plain = torch.stack([(x if kind == "llama" else x[0])[0, -1] for x in plain]).float()
+            found = [model(torch.tensor([texts[i]])) for i in batch]
+        plain = torch.stack([(x if kind == "llama" else x[0])[0, -1] for x in found]).float()
         expect_close(answer, plain, name=f"logits of replay {n}", read=STATIC)
 
 

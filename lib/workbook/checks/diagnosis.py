@@ -87,6 +87,8 @@ def diagnose(
     trials = Trials(run, LONG_DIAGNOSIS_S if takes_long else DIAGNOSIS_S)
     later = {check.name for check in checks[checks.index(failing) + 1 :]}
     rivals = firsts.candidates(known, failing.name, first, passed | later)
+    if with_ranks and (said := firsts.only(rivals, failing.name, first)):
+        return said, ""
     trials.know(failing, first)
     for key, check in itertools.product(["", *firsts.first_failures(rivals)], checks):
         if check.name in passed:  # by the rivals too, or they would be ruled out

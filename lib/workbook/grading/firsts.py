@@ -3,6 +3,7 @@
 An answer that fails a check first, after it passed those before, can only make a mistake whose first failure is that
 check. The record says which these are, and sketches their failures, so that most of them are set aside unseen.
 The others are run, and compared exactly; so the record may be coarse, and old or missing entries cost time only.
+On ranks, where a run takes long, a mistake is named without one if its sketch alone is the same in every digit.
 ``pytest --mistakes`` says which lines are old.
 """
 
@@ -17,34 +18,42 @@ from typing import Any
 from lib.workbook.book.catalog import chapters
 from lib.workbook.grading.answers import is_array
 from lib.workbook.grading.expect import Wrong
-from lib.workbook.grading.likeness import Outcome
+from lib.workbook.grading.likeness import Outcome, raised
 from lib.workbook.grading.mistakes import Mistake, mistakes_of
 
 TOLERANCE = 0.01  # of a failure's numbers, relative to all of them together; other processors round differently
+EXACT = 2e-4  # the same for failures that are taken for the same without a run
 CHANGING = re.compile(
     r"0x[0-9a-f]+|\d+\.\d*(?:e[-+]?\d+)?|\d+e[-+]?\d+|:\d+\)|/\S+/|, for \d+ s|\(the limit is [^)]*\)"
 )
 NOT_COMPARED = "-"
 """In place of a sketch: no diagnosis compares the failure, such as a time limit, or it is not the same each time."""
 EITHER = " | "
+EXACTLY = ":"  # between the digest of a failure's text without what may change, and the digest of all of it
 TURNS = (0.7, 1.9)  # radians by which the weight of a number turns from one to the next, in each of the two sums
 
 
 def sketch(outcome: Outcome) -> str:
-    """A failure in a few words: a digest of its text, and three numbers if it shows the answer's own.
+    """A failure in a few words: two digests of its text, and three numbers if it shows the answer's own.
 
     Failures that `Outcome.is_like` takes for the same have like sketches; see `are_like`.
     """
     error = outcome.error
+    assert error is not None
     if not isinstance(error, Wrong):
-        return _digest([outcome.case, "ranks" if hasattr(error, "per_rank") else type(error).__name__])
+        kind = "ranks" if hasattr(error, "per_rank") else type(error).__name__
+        return _digests([outcome.case, kind], [outcome.case, said] if (said := raised(error)) else [])
     answer = error.answer
     if isinstance(answer, str) and "error" in error.problem:
         answer = answer.partition(":")[0]  # an exception's message may change with the version of a library
     leaves = list(_leaves(answer))
-    text = [leaf for leaf in leaves if isinstance(leaf, str)] + ([repr(error.rows)] if answer is None else [])
+    text = [error.case, error.problem, *(leaf for leaf in leaves if isinstance(leaf, str))]
+    text += [repr(error.rows)] if answer is None else []
     numbers = _sums([leaf for leaf in leaves if not isinstance(leaf, str)])
-    return " ".join([_digest([error.case, error.problem, *text]), *(f"{x:.5g}" for x in numbers)])
+    near = "" if error.gap is None else f"{error.gap:.3g}"  # tells apart answers that are nearly right
+    if numbers and not near:
+        near = repr(error.rows)  # show the first wrong number with as many digits as it takes
+    return " ".join([_digests(text, [*text, near]), *(f"{x:.5g}" for x in numbers)])
 
 
 def are_like(known: str, seen: str) -> bool:
@@ -56,23 +65,37 @@ def either(sketches: Iterable[str], most: int) -> str:
     """The sketch of a mistake that fails in one of several ways, for example on another rank first, but at ``most``."""
     found: list[str] = []
     for drawn in sketches:
-        if not any(_are_like(one, drawn) for one in found):
+        like = next((i for i, one in enumerate(found) if _are_like(one, drawn)), None)
+        if like is None:
             found.append(drawn)
+        elif not _are_the_same(found[like], drawn):
+            text, *numbers = found[like].split()
+            found[like] = " ".join([text.partition(EXACTLY)[0], *numbers])
     return NOT_COMPARED if NOT_COMPARED in found or len(found) > most else EITHER.join(sorted(found))
 
 
-def _are_like(one: str, other: str) -> bool:
+def _are_like(one: str, other: str, tolerance: float = TOLERANCE) -> bool:
     (text, *numbers), (same, *others) = one.split(), other.split()
+    text, same = text.partition(EXACTLY)[0], same.partition(EXACTLY)[0]
     if text != same or NOT_COMPARED in (text, same) or len(numbers) != len(others):
         return False
     a, b = [float(x) for x in numbers], [float(x) for x in others]
     size = max([*map(abs, a), *map(abs, b)], default=0.0)
-    return all(abs(x - y) <= TOLERANCE * size + 1e-5 or x == y for x, y in zip(a, b, strict=True))
+    return all(abs(x - y) <= tolerance * size + tolerance / 1000 or x == y for x, y in zip(a, b, strict=True))
 
 
-def _digest(text: Iterable[str]) -> str:
-    """Eight digits for a text; numbers with a point, addresses, places and seconds in it do not count."""
-    return hashlib.sha1(CHANGING.sub("#", "\n".join(text)).encode(errors="replace")).hexdigest()[:8]
+def _are_the_same(one: str, other: str) -> bool:
+    """Whether two sketches agree in every digit, save for the last ones of their numbers."""
+    text, same = one.split()[0], other.split()[0]
+    return EXACTLY in text and text == same and _are_like(one, other, EXACT)
+
+
+def _digests(text: list[str], exact: list[str]) -> str:
+    """Eight digits of a text without decimal numbers, addresses, places and seconds, and six of an exact one."""
+    digits = hashlib.sha1(CHANGING.sub("#", "\n".join(text)).encode(errors="replace")).hexdigest()[:8]
+    if not exact:
+        return digits
+    return digits + EXACTLY + hashlib.sha1("\n".join(exact).encode(errors="replace")).hexdigest()[:6]
 
 
 def _leaves(value: Any) -> Iterator[Any]:
@@ -146,6 +169,23 @@ def candidates(mistakes: list[Mistake], failing: str, outcome: Outcome, ruled_ou
     drawn = {m.key: firsts[m.key][1] for m in may if m.key in firsts and firsts[m.key][0] == failing}
     seen = sketch(outcome) if drawn else ""
     return [m for m in may if m.key not in drawn or are_like(drawn[m.key], seen)]
+
+
+def only(candidates: list[Mistake], failing: str, outcome: Outcome) -> str:
+    """The sentence of the only candidates whose record is an answer's failure in every digit, so that none need be run.
+
+    Empty if there are several sentences, or if the record leaves open how another candidate fails this check.
+    """
+    firsts, seen, sentences = first_failures(candidates), sketch(outcome), set()
+    for wrong in candidates:
+        check, drawn = firsts.get(wrong.key, ("", ""))
+        if check != failing:
+            return ""
+        if any(_are_the_same(way, seen) for way in drawn.split(EITHER)):
+            sentences.add(wrong.sentence)
+        elif EITHER in drawn or EXACTLY not in drawn:
+            return ""
+    return sentences.pop() if len(sentences) == 1 else ""
 
 
 def write(found: list[tuple[str, str, str, str, str]]) -> list[Path]:

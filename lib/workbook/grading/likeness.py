@@ -57,13 +57,21 @@ class Outcome:
             return same_answer(a.answer, b.answer) and not further_apart(a.answer, b.answer, b.gap)
         if isinstance(a, Wrong) or isinstance(b, Wrong) or self.case != other.case:
             return False
-        if hasattr(a, "per_rank") or hasattr(b, "per_rank"):
-            kinds = getattr(a, "kind", None), getattr(b, "kind", "")
-            if kinds == ("raised", "raised"):
-                return _raised_on_a_rank(a) == _raised_on_a_rank(b) != ""
-            parted = ("deadlock", "died")  # when the ranks' calls do not match, chance decides between these two
-            return kinds[0] in parted and kinds[1] in parted and _without_places(a) == _without_places(b)
-        return type(a) is type(b) and _head(a) == _head(b)
+        return type(a) is type(b) and raised(a) == raised(b) != ""
+
+
+def raised(error: BaseException) -> str:
+    """What an error that is no `Wrong` says; two answers that fail with the same words fail in the same way.
+
+    Empty if it says nothing of the answer: ranks that ran out of time, or an exception that could not be sent.
+    """
+    if not hasattr(error, "per_rank"):
+        return f"{type(error).__name__}: {_head(error)}"
+    kind = getattr(error, "kind", "")
+    if kind == "raised":
+        return _raised_on_a_rank(error)
+    parted = ("deadlock", "died")  # when the ranks' calls do not match, chance decides between these two
+    return _without_places(error) if kind in parted else ""
 
 
 def _head(error: BaseException) -> str:

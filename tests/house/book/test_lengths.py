@@ -53,7 +53,7 @@ LONG = {
         lib/workbook/tools/paper.py ::write
     """,
     "one statement for each flag or number, with its help": """
-        lib/runs/engine/options.py ::_add_model_flags ::_add_place_flags ::_add_training_flags
+        lib/runs/engine/arguments.py ::_add_model_flags ::add_place_flags ::add_training_flags
         lib/runs/evaluate.py ::make_parser
         lib/runs/serve.py ::make_parser
         lib/runs/serving/metrics.py ::Metrics.__init__
@@ -63,7 +63,7 @@ LONG = {
         lib/given/models/gpt2.py ::read_config
         lib/ranks/failure.py ::_state
         lib/runs/engine/mesh.py ::check_degrees
-        lib/runs/engine/options.py ::_resolved ::check_flags
+        lib/runs/engine/request.py ::_resolved ::check_flags
         lib/runs/engine/sources.py ::make_codec ::open_pictures
         lib/runs/engine/state.py ::peek
         lib/workbook/book/catalog.py ::find
@@ -75,7 +75,8 @@ LONG = {
         lib/demos/fsdp.py ::run_stage
         lib/demos/serving.py ::chat
         lib/ranks/forkserver.py ::_be ::serve
-        lib/runs/engine/loop.py ::Run.go ::prepare
+        lib/runs/engine/loop.py ::Run.go
+        lib/runs/engine/start.py ::prepare
         lib/runs/reinforcing/loop.py ::Run.go
         lib/runs/rent/modal_llama.py ::main
         lib/runs/rent/modal_train.py ::main
@@ -110,10 +111,6 @@ LONG = {
         tests/house/runs/test_serve_chat.py module ::test_a_folder_of_transformers_chats_as_its_own_library_does
         tests/house/runs/test_serve_strangers.py module ::test_a_step_that_fails_ends_only_its_requests
             ::test_weights_that_are_not_what_the_settings_say_are_one_line
-    """,
-    "not divided yet": """
-        lib/runs/engine/loop.py module
-        lib/runs/engine/options.py module
     """,
 }
 

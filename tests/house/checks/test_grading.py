@@ -12,7 +12,7 @@ import torch
 
 from lib.workbook.book.catalog import BookError
 from lib.workbook.checks.alarm import TimeLimit
-from lib.workbook.checks.diagnosis import Trials
+from lib.workbook.checks.diagnosis import Trials, diagnose
 from lib.workbook.grading import Wrong, expect_close, expect_equal, expect_raises, expect_true, firsts, graded
 from lib.workbook.grading.answers import further_apart, same_answer
 from lib.workbook.grading.firsts import are_like, either, sketch
@@ -181,13 +181,18 @@ def test_failures_that_are_alike_have_like_sketches():
     nothing = failed(None), failed(None, case="n=4"), failed(None, "wrong shape"), Outcome(ValueError("0x7f"), "n=3")
     for a, b in itertools.combinations([*nothing, Outcome(TypeError("0x7f"), "n=3")], 2):
         assert not are_like(sketch(a), sketch(b))
-    assert sketch(Outcome(ValueError("at 0x7f"))) == sketch(Outcome(ValueError("at 0x80")))
+    assert are_like(sketch(Outcome(ValueError("at 0x7f"))), sketch(Outcome(ValueError("at 0x80"))))
     assert not are_like("-", "-")
+
+
+def test_ways_to_fail_that_chance_decides_are_recorded_side_by_side():
     on_ranks = either(["ab 1.0", "cd 2.0", "ab 1.001"], most=4)
     assert on_ranks == "ab 1.0 | cd 2.0"
     assert are_like(on_ranks, "cd 2.0")
     assert not are_like(on_ranks, "cd 1.0")
     assert either(["ab 1.0", "cd 2.0"], most=1) == either(["ab 1.0", "-"], most=4) == "-"
+    assert either(["ab:1 1.0", "ab:1 1.00001"], most=4) == "ab:1 1.0"
+    assert either(["ab:1 1.0", "ab:2 1.0"], most=4) == either(["ab:1 1.0", "ab:1 1.001"], most=4) == "ab 1.0"
 
 
 def test_a_record_rules_out_what_the_answer_has_passed_or_not_reached(monkeypatch):
@@ -200,6 +205,52 @@ def test_a_record_rules_out_what_the_answer_has_passed_or_not_reached(monkeypatc
     ]
     assert left("test_1", "test_3") == ["b", "e"]  # the record says nothing of e
     assert left("test_3") == ["a", "b", "e"]  # test_1 was not run: the answer may fail it
+
+
+def test_a_record_names_a_failure_alone_only_if_it_leaves_nothing_open(monkeypatch):
+    known = [Mistake("rope", "f", text, f"tests.chapter_02.mistakes:f:{text}", dict) for text in "abc"]
+    ones, nearly = torch.ones(3), torch.ones(3) + torch.tensor([0.0, 0.0, 0.01])
+    far, near = failed(ones), failed(nearly)
+    assert are_like(sketch(far), sketch(near))
+
+    def named(outcome: Outcome, **recorded: str) -> str:
+        monkeypatch.setattr(firsts, "recorded", lambda module: {"f": {"test_1": recorded}})
+        return firsts.only(known, "test_1", outcome)
+
+    others = {"b": sketch(near), "c": sketch(failed(ones, "wrong dtype"))}
+    assert named(far, a=sketch(far), **others) == "a"
+    assert named(failed(ones * (1 + 1e-5)), a=sketch(far), **others) == "a"
+    assert not named(failed(ones * 1.001), a=sketch(far), **others)
+    assert not named(far, **others)  # how a fails is not known
+    assert not named(far, a=sketch(far), **{**others, "b": sketch(far)})
+    for open_ in (sketch(near).replace(":", " ").split()[0], f"{sketch(near)} | {others['c']}"):
+        assert not named(far, a=sketch(far), **{**others, "b": open_})
+    assert named(far, a=f"{sketch(far)} | {sketch(near)}", b="ab:1", c="cd:1") == "a"
+    right, wrong = Outcome(ValueError("one"), "n=3"), Outcome(ValueError("two"), "n=3")
+    assert named(right, a=sketch(right), b=sketch(wrong), c="cd:1") == "a"
+    assert not named(Outcome(ValueError("three"), "n=3"), a=sketch(right), b=sketch(wrong), c="cd:1")
+    closer, other = failed(ones), failed(ones)
+    closer.error.gap, other.error.gap = 1e-5, 2e-5  # type: ignore[union-attr]
+    assert not named(closer, a=sketch(other), b="ab:1", c="cd:1")
+    other.error.gap, other.error.rows = None, [("value", "out = 1.00002, expected 1")]  # type: ignore[union-attr]
+    assert not named(other, a=sketch(far), b="ab:1", c="cd:1")
+
+
+def test_on_ranks_a_mistake_is_named_without_a_run(monkeypatch):
+    known, seen = [Mistake("rope", "f", "a", "tests.chapter_02.mistakes:f:a", dict)], failed(torch.ones(3))
+    monkeypatch.setattr(firsts, "recorded", lambda module: {"f": {"test_1": {"a": sketch(seen)}}})
+
+    def run(check: pytest.Function) -> Outcome:
+        raise RuntimeError("a run")
+
+    def said(*fixtures: str) -> str:
+        found = SimpleNamespace(name="test_1", nodeid="x", fixturenames=fixtures, get_closest_marker=lambda name: None)
+        check = cast(pytest.Function, found)
+        return diagnose(check, seen, [check], set(), known, run)[0]
+
+    assert said("ranks") == "a"
+    with pytest.raises(RuntimeError, match="a run"):
+        said()
 
 
 def test_a_sentence_is_certain_once_one_mistake_alone_agrees():

@@ -24,7 +24,7 @@ from lib.runs.data.corpus import is_held_out, make_tokenizer
 from lib.runs.data.gathering import Seen, Source, clean, files, is_text
 from lib.runs.data.store import Document
 from lib.runs.engine.log import read_log
-from lib.runs.engine.options import parse
+from lib.runs.engine.request import parse
 from lib.runs.engine.sources import Tokens, open_tokens
 from lib.runs.flags import UsageError
 from lib.runs.serving import models

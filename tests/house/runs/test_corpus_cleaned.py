@@ -19,7 +19,7 @@ from lib.evaluation import wilson_interval
 from lib.runs.corpus import main
 from lib.runs.data import cleaning, gathering
 from lib.runs.data.store import Document, Store
-from lib.runs.engine.options import parse
+from lib.runs.engine.request import parse
 from lib.runs.engine.sources import open_tokens
 from lib.runs.flags import UsageError
 from lib.runs.lock import refuse_if_held

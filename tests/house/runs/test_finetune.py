@@ -23,9 +23,10 @@ from lib.ranks import pool
 from lib.runs import finetune
 from lib.runs.engine import export
 from lib.runs.engine.log import read_log
-from lib.runs.engine.loop import Run, prepare, rate
-from lib.runs.engine.options import parse
+from lib.runs.engine.loop import Run, rate
+from lib.runs.engine.request import parse
 from lib.runs.engine.signals import STATUS
+from lib.runs.engine.start import prepare
 from lib.runs.flags import UsageError
 from lib.runs.serving import models
 from lib.runs.serving.chat import ChatTemplate

@@ -337,7 +337,7 @@ def test_a_class_beyond_the_names_is_refused_with_its_row(tmp_path):
 
 
 def test_the_classes_of_a_test_split_are_those_of_training(capsys, tmp_path):
-    from lib.runs.engine.options import parse
+    from lib.runs.engine.request import parse
     from lib.runs.engine.sources import open_pictures
     from lib.runs.train_vit import make_vit_parser
 

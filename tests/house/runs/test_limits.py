@@ -16,7 +16,9 @@ import pytest
 import torch
 
 from lib.runs import corpus, lock, memory, serve, train_gpt2, train_llama, train_vit
-from lib.runs.engine import options as flags
+from lib.runs.engine.arguments import make_parser
+from lib.runs.engine.places import lock_places
+from lib.runs.engine.request import parse
 from lib.runs.flags import UsageError
 from lib.runs.lock import NAME, FolderLock, closing_lock, refuse_if_held
 from lib.runs.serving.engine import build
@@ -92,12 +94,12 @@ def test_a_corpus_and_an_export_have_locks_too(holder, tmp_path, capfd):
 
 @needs_locks
 def test_a_quicker_run_is_told_to_all_ranks(tmp_path):
-    parsed = flags.parse(flags.make_parser("x", ["tiny"], "items", ""), ["--checkpoint", str(tmp_path)])
+    parsed = parse(make_parser("x", ["tiny"], "items", ""), ["--checkpoint", str(tmp_path)])
     with ExitStack() as first, ExitStack() as second:
-        flags.lock_places(parsed, 0, first)
+        lock_places(parsed, 0, first)
         with pytest.raises(UsageError, match=f"is in use by process {os.getpid()} on host"):
-            flags.lock_places(parsed, 0, second)
-        flags.lock_places(parsed, 1, second)  # another rank leaves the lock to rank 0
+            lock_places(parsed, 0, second)
+        lock_places(parsed, 1, second)  # another rank leaves the lock to rank 0
     with closing_lock(tmp_path):
         pass
     assert not list(tmp_path.iterdir())
@@ -107,7 +109,7 @@ def test_a_quicker_run_is_told_to_all_ranks(tmp_path):
 def test_checkpoint_and_export_in_one_folder_are_one_lock(tmp_path):
     argv = ["--checkpoint", str(tmp_path), "--export", f"{tmp_path}/."]
     with ExitStack() as held:
-        flags.lock_places(flags.parse(flags.make_parser("x", ["tiny"], "items", ""), argv), 0, held)
+        lock_places(parse(make_parser("x", ["tiny"], "items", ""), argv), 0, held)
 
 
 @needs_locks

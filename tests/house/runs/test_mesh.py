@@ -11,9 +11,11 @@ import torch
 
 from lib.given.models.scaling import Bandwidths, FFNConfig, Layout
 from lib.ranks import Pool
+from lib.runs.engine.arguments import make_parser
 from lib.runs.engine.log import read_log
 from lib.runs.engine.mesh import arrange
-from lib.runs.engine.options import KINDS, make_parser, parse
+from lib.runs.engine.options import KINDS
+from lib.runs.engine.request import parse
 from solutions import moe
 from solutions.moe import grouped_matmul
 from solutions.scaling import plan

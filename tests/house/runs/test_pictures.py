@@ -12,8 +12,8 @@ from lib.given.data.images import load_images
 from lib.given.data.record import load
 from lib.runs.data import pictures
 from lib.runs.data.gathering import Source
-from lib.runs.engine.loop import prepare
-from lib.runs.engine.options import parse
+from lib.runs.engine.request import parse
+from lib.runs.engine.start import prepare
 from lib.runs.engine.tasks import ViTTask
 from lib.runs.flags import UsageError
 from lib.runs.pictures import main

@@ -1,11 +1,11 @@
 """Rewards from the command line: the update is chapter 29's, a killed run goes on bit for bit, a lag is a lag."""
 
+import argparse
 import json
 import os
 import random
 import re
 import signal
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from lib.llama import Llama
 from lib.ranks import pool
 from lib.rewards import grpo_step
 from lib.runs import reinforce
+from lib.runs.engine.signals import Signals
 from lib.runs.reinforcing import loop, sampling, tasks
 from lib.runs.reinforcing.update import ALGORITHMS, update
 from lib.training import AdamW
@@ -58,7 +59,7 @@ def test_an_update_is_chapter_29s_grpo_step(algorithm, kind):
     }  # fmt: skip
     shared = {**ALGORITHMS[algorithm], "correction": "truncate", "cap": 1.5, "floor": 0.0, "kl_coef": 0.05,
               "temperature": 0.7, "loss_scale_factor": 9.0}  # fmt: skip
-    o = SimpleNamespace(**shared, micro_batch=4, precision="float32", clip=0.5, clip_low=0.2, clip_high=0.3)
+    o = argparse.Namespace(**shared, micro_batch=4, precision="float32", clip=0.5, clip_low=0.2, clip_high=0.3)
     mine, log_probs, entropy = update(first, AdamW(first.parameters(), lr=0.1), batch, o)
     theirs = grpo_step(second, AdamW(second.parameters(), lr=0.1), batch, 3, clip_ratio_low=0.2, clip_ratio_high=0.3,
                        max_norm=0.5, **shared)  # fmt: skip
@@ -83,7 +84,7 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(tmp_path, monkeypatch, more)
             signals[0].ask()
         return step(self, number, log)
 
-    class Heard(loop.Signals):
+    class Heard(Signals):
         def __init__(self):
             super().__init__()
             signals[:] = [self]
@@ -115,7 +116,7 @@ def coin(_, seed):
 @pytest.mark.parametrize("sign", [1, -1], ids=["rewards", "rewards with the wrong sign"])
 def test_the_reward_rises_from_chance_and_falls_if_its_sign_is_wrong(tmp_path, monkeypatch, sign):
     monkeypatch.setitem(tasks.KINDS, "coin", tasks.Kind(coin))
-    score = sampling.score
+    score = tasks.score
 
     def signed(*asked):
         found = score(*asked)

@@ -26,9 +26,10 @@ from lib.given.models.scaling import CARDS
 from lib.ranks import pool
 from lib.ranks.mpi_launch import mpi_environment, mpiexec
 from lib.runs.engine import signals, state
+from lib.runs.engine.arguments import make_parser
 from lib.runs.engine.log import Moment, as_json, peak_flops, read_log, send
-from lib.runs.engine.loop import set_up
-from lib.runs.engine.options import make_parser, parse
+from lib.runs.engine.request import parse
+from lib.runs.engine.start import set_up
 from lib.runs.engine.strategies import clip_in_update, divides_gradients, make_optimizer
 from lib.runs.engine.tasks import GPT2Task
 from lib.runs.engine.world import World, _first_host, _slurm_port, choose_device, find_world, share_no_gpu
@@ -476,7 +477,7 @@ def test_a_full_disk_names_the_place_and_leaves_the_old_checkpoint_whole(tmp_pat
 
 
 def test_tensorboard_that_is_not_there_is_named(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr("lib.runs.engine.options.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("lib.runs.engine.request.importlib.util.find_spec", lambda name: None)
     refused(capsys, f"vit --tensorboard {tmp_path}", "--tensorboard", "pip install tensorboard")
 
 

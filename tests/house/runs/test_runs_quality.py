@@ -21,9 +21,10 @@ from lib.given.models import gpt2 as gpt2_models
 from lib.given.models import llama as llama_models
 from lib.given.models.vit import PRESETS, TINY, ViTConfig, hf_names
 from lib.runs.engine import export, sources, state
+from lib.runs.engine.arguments import make_parser
 from lib.runs.engine.log import read_log
 from lib.runs.engine.loop import Run
-from lib.runs.engine.options import make_parser, parse
+from lib.runs.engine.request import parse
 from lib.runs.engine.sources import Pictures, Tokens, open_tokens
 from solutions import gpt2, llama, scaling_laws, vit
 from tests.house.runs import runs_programs as programs
@@ -395,7 +396,7 @@ def test_weights_and_biases_that_is_not_there_is_one_line(capsys, monkeypatch):
     def without(name, *more):
         return None if name == "wandb" else found(name, *more)
 
-    monkeypatch.setattr("lib.runs.engine.options.importlib.util.find_spec", without)
+    monkeypatch.setattr("lib.runs.engine.request.importlib.util.find_spec", without)
     refused(capsys, "vit --wandb workbook", "--wandb", "pip install wandb")
 
 

@@ -14,6 +14,7 @@ import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import openai
@@ -111,6 +112,12 @@ def post(server, body, **settings):
     return httpx.post(f"{server.root}/v1/completions", content=content, timeout=LONG_S, **settings)
 
 
+def told_by(error: openai.APIError) -> dict[str, str]:
+    """The error's fields in an answer that refuses a request."""
+    assert isinstance(error.body, dict)
+    return error.body
+
+
 def metric(server, name):
     text = httpx.get(f"{server.root}/metrics", timeout=LONG_S).text
     return float(re.search(rf"^workbook_{name} (\S+)$", text, re.MULTILINE)[1])
@@ -180,8 +187,8 @@ def test_sixty_four_at_once_get_what_each_gets_alone(server, tiny):
         return "".join([c.choices[0].text async for c in await theirs.completions.create(**asked, stream=True)])
 
     async def ask_all():
-        settings = {"base_url": f"{server.root}/v1", "api_key": "none", "max_retries": 0, "timeout": LONG_S}
-        async with openai.AsyncOpenAI(**settings) as theirs:
+        root = f"{server.root}/v1"
+        async with openai.AsyncOpenAI(base_url=root, api_key="none", max_retries=0, timeout=LONG_S) as theirs:
             return await asyncio.gather(*(ask(theirs, i) for i in range(64)))
 
     assert asyncio.run(ask_all()) == alone(tiny, prompts, 12)
@@ -346,7 +353,8 @@ def test_a_body_that_never_ends_is_408_and_one_that_is_cut_off_is_no_fault(monke
 def test_what_is_not_there_is_404(server):
     with pytest.raises(openai.NotFoundError) as caught:
         client(server).completions.create(model="gpt-9", prompt="a")
-    assert (caught.value.body["param"], caught.value.body["code"]) == ("model", "model_not_found")
+    body = told_by(caught.value)
+    assert (body["param"], body["code"]) == ("model", "model_not_found")
     with pytest.raises(openai.NotFoundError):
         client(server).models.retrieve("gpt-9")
     with pytest.raises(openai.NotFoundError):
@@ -465,7 +473,7 @@ def test_a_key_is_asked_for():
         assert post(server, ask).status_code == 401
         with pytest.raises(openai.AuthenticationError) as caught:
             client(server, key="open").models.list()
-        assert caught.value.body["code"] == "invalid_api_key"
+        assert told_by(caught.value)["code"] == "invalid_api_key"
         found = post(server, ask, headers={b"Authorization": "Bearer sésame".encode()})
         assert found.json()["choices"][0]["text"] == "abc"
         assert httpx.get(f"{server.root}/health").status_code == 200
@@ -504,7 +512,8 @@ def users_of(engine):
 def test_shared_blocks_change_no_token_and_none_is_lost(n_blocks, max_tokens):
     torch.manual_seed(0)
     config = LlamaConfig(vocab_size=64, dim=32, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=48, context_len=64)
-    model, rng, found = Llama(config).double().eval(), random.Random(n_blocks), []
+    model, rng = Llama(config).double().eval(), random.Random(n_blocks)
+    found: list[int] = []
     with torch.no_grad():
         for parameter in model.parameters():
             parameter *= 3 if parameter.dim() > 1 else 1  # so that the next token is no near tie
@@ -515,7 +524,8 @@ def test_shared_blocks_change_no_token_and_none_is_lost(n_blocks, max_tokens):
                 temperature=0.8 * (i % 2), seed=i)
         for i in range(40)
     ]  # fmt: skip
-    tokens, waiting, cancelled = {request: [] for request in requests}, list(requests), set()
+    tokens: dict[Request, list[int]] = {request: [] for request in requests}
+    waiting, cancelled = list(requests), set[Request]()
     while waiting or engine.is_busy:
         if waiting and rng.random() < 0.5:
             engine.submit(waiting.pop(0))
@@ -546,8 +556,9 @@ def reciting(text: str) -> GPT2:
                 parameter.zero_()
         wte = torch.randn(256, 64)
         wte = wte - wte.mean(1, keepdim=True)
-        model.wte.weight.copy_(wte / wte.norm(dim=1, keepdim=True))
-        model.wpe.weight.copy_(30 * model.wte.weight[[*list(said[1:]), 0]])
+        wte = wte / wte.norm(dim=1, keepdim=True)
+        model.get_parameter("wte.weight").copy_(wte)
+        model.get_parameter("wpe.weight").copy_(30 * wte[[*list(said[1:]), 0]])
     return model.eval()
 
 
@@ -614,16 +625,17 @@ def write_theirs(kind: str, folder: Path, **more):
 
     make_tokenizer(folder / "tokenizer.json")
     torch.manual_seed(0)
+    theirs: transformers.PreTrainedModel
     if kind == "gpt2":
-        config = transformers.GPT2Config(vocab_size=300, n_positions=64, n_embd=32, n_layer=2, n_head=2, **more)
-        theirs = transformers.GPT2LMHeadModel(config)
+        gpt2 = transformers.GPT2Config(vocab_size=300, n_positions=64, n_embd=32, n_layer=2, n_head=2, **more)
+        theirs = transformers.GPT2LMHeadModel(gpt2)
     else:
         config = transformers.LlamaConfig(
             vocab_size=300, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
             num_key_value_heads=2, max_position_embeddings=64, **{"rope_theta": 5000.0} | more,
         )  # fmt: skip
         theirs = transformers.LlamaForCausalLM(config)
-    theirs = theirs.eval()
+    theirs.eval()
     theirs.save_pretrained(folder)
     return theirs
 
@@ -722,7 +734,7 @@ def test_the_load_test_measures_all_three(tmp_path, monkeypatch):
 def test_many_blocks_are_evicted_in_the_tree_s_own_order():
     chance = random.Random(0)
 
-    def grown() -> PrefixTree:
+    def grown() -> Any:  # a stub's attributes are not declared
         chance.seed(1)
         tree = PrefixTree(2)
         for first in range(0, 300, 10):

@@ -234,8 +234,8 @@ def test_a_folder_of_transformers_chats_as_its_own_library_does(tmp_path):
     tokenizer.add_special_tokens({"bos_token": "<s>", "eos_token": "<|im_end|>"})
     tokenizer.add_tokens(["<|im_start|>"], special_tokens=True)
     tokenizer.save_pretrained(tmp_path)
-    ids = tokenizer.apply_chat_template(TALK, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    ids = ids["input_ids"]
+    ids = tokenizer.apply_chat_template(TALK, add_generation_prompt=True, return_tensors="pt", return_dict=False)
+    assert isinstance(ids, torch.Tensor)
     new = theirs.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)[0, ids.shape[1] :]
     served = models.load(str(tmp_path), None, None, torch.float32, CPU)
     engine = PrefixEngine(served.model, Scheduler(64, 100, 8), lambda n: None)

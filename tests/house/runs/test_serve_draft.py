@@ -4,6 +4,7 @@ import copy
 import json
 import random
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -73,11 +74,13 @@ def small(model):
 )
 def test_a_greedy_text_is_the_same_in_fewer_steps(model, small, drafts, n_blocks, max_tokens):
     """Requests that come, leave and are preempted; the scheduler and the pool agree at every step."""
-    rng, counts, scheduler = random.Random(n_blocks), [], Scheduler(max_tokens, n_blocks, 4)
+    rng, scheduler = random.Random(n_blocks), Scheduler(max_tokens, n_blocks, 4)
+    counts: list[tuple[int, int]] = []
     drafter = ModelDrafter(small, scheduler, 12) if drafts == "model" else None
     engine = DraftEngine(model, scheduler, 5, lambda n, kept: counts.append((n, kept)), drafter)
     requests = [Request([rng.randrange(12) for _ in range(rng.randint(1, 20))], rng.randint(1, 60)) for _ in range(12)]
-    found, waiting = {request: [] for request in requests}, list(requests)
+    found: dict[Request, list[int]] = {request: [] for request in requests}
+    waiting = list(requests)
     while waiting or engine.is_busy:
         if waiting and rng.random() < 0.5:
             engine.submit(waiting.pop())
@@ -98,9 +101,10 @@ def test_a_greedy_text_is_the_same_in_fewer_steps(model, small, drafts, n_blocks
 
 def test_a_model_that_drafts_for_itself_is_always_right(model):
     """So each step gives all drafted tokens and one more; a pair that was kept is read in one pass."""
-    texts = []
+    texts: list[list[int]] = []
     for _ in range(2):  # with a seed, and nobody else in the step, a text repeats
-        counts, n_steps, scheduler = [], 0, Scheduler(64, 60, 4)
+        counts: list[tuple[int, ...]] = []
+        n_steps, scheduler = 0, Scheduler(64, 60, 4)
         drafter = ModelDrafter(model, scheduler, 12)
         engine = DraftEngine(model, scheduler, 3, lambda *n, to=counts: to.append(n), drafter)
         engine.submit(Request([5, 1, 2], 21))
@@ -133,17 +137,17 @@ def test_a_drawn_text_has_the_model_s_distribution(model):
         return DraftEngine(model, scheduler, 2, drafter=ModelDrafter(other, scheduler, 12))
 
     for make in (with_a_model, DraftEngine, PrefixEngine):
-        engine, found = make(model, Scheduler(4096, 4000, 4)), []
+        engine = make(model, Scheduler(4096, 4000, 4))
         requests = [Request([1, 2, 3, 4, 1, 2, 3], 3, 1.5, seed, top_k=4) for seed in range(400)]
-        ends = {}
+        ends: dict[Request, list[int]] = {}
         for at in range(0, 400, 8):  # few at a time, so that all of them are drafted for
             for request in requests[at : at + 8]:
                 engine.submit(request)
             while engine.is_busy:
                 for request, token in engine.step():
                     ends.setdefault(request, []).append(token)
-        found = torch.tensor([tokens[-1] for tokens in ends.values()])
-        shares.append(torch.bincount(found, minlength=12) / 400)
+        last = torch.tensor([tokens[-1] for tokens in ends.values()])
+        shares.append(torch.bincount(last, minlength=12) / 400)
     for share in shares[:2]:
         torch.testing.assert_close(share, shares[2], atol=0.12, rtol=0)  # three standard deviations of a difference
 
@@ -158,7 +162,7 @@ def test_scores_an_end_and_forks_with_drafts(model, small):
 
     for make in (DraftEngine, PrefixEngine, with_a_model):
         engine = make(model, Scheduler(64, 60, 4))
-        found = {request: [] for request in (first, *others)}
+        found: dict[Request, list[Any]] = {request: [] for request in (first, *others)}  # with scores, or without
         for request in found:
             engine.submit(request)
         while engine.is_busy:
@@ -182,7 +186,7 @@ def test_scores_an_end_and_forks_with_drafts(model, small):
 
 def test_the_server_drafts_and_counts_what_it_kept():
     flags = ["--model", "tiny", "--draft", "prompt", "--drafted", "3", "--device", "cpu"]
-    counts = Counter()
+    counts: Counter[str] = Counter()
     engine, _ = build(serve.make_parser().parse_args(flags), counts)
     assert engine.n_drafted == 3
     request = Request(list(b"the rain, the rain, the "), 24)
@@ -196,7 +200,7 @@ def test_the_server_drafts_and_counts_what_it_kept():
 
 def test_the_server_drafts_with_a_model_of_the_same_tokens():
     """The same greedy text, and every draft of the same model is kept."""
-    counts = Counter()
+    counts: Counter[str] = Counter()
     flags = ["--model", "tiny", "--draft", "tiny", "--drafted", "4", "--device", "cpu"]
     engine, ready = build(serve.make_parser().parse_args(flags), counts)
     request = Request(list(b"the rain, "), 12)

@@ -5,11 +5,13 @@ import math
 import re
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import httpx
 import pytest
 import torch
 
+from lib.given.models.serving import Request
 from lib.runs import serve
 from lib.runs.serving import models
 from lib.runs.serving.chat import ChatTemplate
@@ -36,7 +38,13 @@ from tests.house.runs.test_serve import (
 from tests.house.runs.test_serve_chat import PLAIN
 
 pytestmark = [pytest.mark.slow, pytest.mark.time_limit(200)]
-ASKED = {"model": "fake", "prompt": "The for statement", "max_tokens": 12, "temperature": 0.8, "seed": 3}
+ASKED: dict[str, Any] = {
+    "model": "fake",
+    "prompt": "The for statement",
+    "max_tokens": 12,
+    "temperature": 0.8,
+    "seed": 3,
+}
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "What?"}], "max_tokens": 8, "temperature": 0}
 
 
@@ -146,7 +154,8 @@ def rounds(engine, requests, cancel=None):
     """The tokens of requests that were submitted together; ``cancel`` after the first step."""
     for request in requests:
         engine.submit(request)
-    found, n_steps = {request: [] for request in requests}, 0
+    found: dict[Request, list[int]] = {request: [] for request in requests}
+    n_steps = 0
     while engine.is_busy:
         for request, token in engine.step():
             found[request].append(token)
@@ -166,9 +175,11 @@ def of_one_prompt(n, n_new=7, **more):
 @pytest.mark.parametrize(("n_blocks", "max_tokens"), [(60, 64), (9, 64), (60, 5), (13, 8)])
 def test_answers_to_one_prompt_are_forks_and_each_is_its_seed_s(tiny, n_blocks, max_tokens):
     """With room the prompt is computed once, for all; without room some wait, and are the same all the same."""
-    passed, forked, preempted = [], [], []
-    told = {"on_forked": forked.append, "on_preempted": preempted.append}
-    engine = PrefixEngine(tiny, Scheduler(max_tokens, n_blocks, 4), **told)
+    passed: list[int] = []
+    forked: list[int] = []
+    preempted: list[int] = []
+    scheduler = Scheduler(max_tokens, n_blocks, 4)
+    engine = PrefixEngine(tiny, scheduler, on_forked=forked.append, on_preempted=preempted.append)
     tiny.tok_embeddings.register_forward_hook(lambda module, args, out: passed.append(args[0].numel()))
     try:
         found = rounds(engine, of_one_prompt(4))

@@ -78,7 +78,7 @@ def test_an_engine_with_shared_blocks_and_preemption_in_8_bits(kind, most):
     model = Llama(SMALL).eval()
     engine = PrefixEngine(model, Scheduler(16, 14, 4), cache_format=kind)
     requests = [Request([3, 1, 4, 1, 5, 9, 2, 6][: 4 + i], 9) for i in range(4)]
-    found = {request: [] for request in requests}
+    found: dict[Request, list[int]] = {request: [] for request in requests}
     for request in requests:
         engine.submit(request)
     while engine.is_busy:
@@ -145,7 +145,7 @@ def test_what_narrow_weights_do_not_hold_is_refused_by_name():
     odd = Llama(replace(SMALL, dim=40, n_heads=2)).eval()
     assert refused(odd) == "--quantize int4: layers.0.attention.wq has rows of 40 weights, expected a multiple of 32"
     broken = Llama(replace(SMALL, hidden_dim=64)).eval()
-    broken.layers[1].feed_forward.w1.weight.data[0, 0] = float("nan")
+    broken.get_parameter("layers.1.feed_forward.w1.weight").data[0, 0] = float("nan")
     for kind in ("int4", "float8"):
         assert refused(broken, kind) == f"--quantize {kind}: layers.1.feed_forward.w1 has weights that are not finite"
     assert "the model has experts" in refused(VariantLlama(variant_of(SMALL, "gpt_oss")))

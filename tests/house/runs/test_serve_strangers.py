@@ -7,6 +7,7 @@ import os
 import re
 import threading
 from collections import Counter
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -19,7 +20,7 @@ from tokenizers import models as theirs_models
 
 from lib.given.models.serving import Request
 from lib.runs import serve
-from lib.runs.engine.options import UsageError
+from lib.runs.flags import UsageError
 from lib.runs.serving import models
 from lib.runs.serving.engine import build
 from lib.runs.serving.prefix import PrefixEngine
@@ -183,7 +184,8 @@ def test_a_llama_31_has_its_scaled_frequencies(spelling, tmp_path):
     expected = theirs.model.rotary_emb.inv_freq
     plain = 5000.0 ** -(torch.arange(4) / 4)
     assert (expected < 0.99 * plain).any()
-    torch.testing.assert_close(served.model.rope[1].angle(), expected, rtol=1e-6, atol=0)
+    rope = vars(served.model)["rope"]
+    torch.testing.assert_close(rope[1].angle(), expected, rtol=1e-6, atol=0)
     tokens = torch.randint(300, (2, 60))
     torch.testing.assert_close(served.model(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-5)
     assert is_served(tmp_path, theirs)
@@ -276,6 +278,7 @@ def test_weights_that_are_not_what_the_settings_say_are_one_line(saved, tmp_path
     assert is_served(tmp_path, saved[1])
     (tmp_path / where[halves[1][0]]).unlink()
     assert where[halves[1][0]] in why(tmp_path)
+    broken: object
     for broken in (
         {"weight_map": {}},
         {"weight_map": {first: 1}},
@@ -478,8 +481,7 @@ class Breaking(PrefixEngine):
 
     def __init__(self, **sizes):
         super().__init__(models.make_tiny(), Scheduler(**sizes))
-        layer = self.model.layers[1]
-        layer.attention_norm.register_forward_pre_hook(self.look)
+        self.model.get_submodule("layers.1.attention_norm").register_forward_pre_hook(self.look)
         self.is_broken, self.tokens = False, []
         self.gate = threading.Event()
         self.gate.set()
@@ -640,7 +642,7 @@ def test_scores_that_are_no_numbers_end_only_their_request():
     torch.manual_seed(0)
     model = models.make_tiny()
     with torch.no_grad():
-        model.tok_embeddings.weight[ord("N")] = float("nan")
+        model.get_parameter("tok_embeddings.weight")[ord("N")] = float("nan")
     engine = PrefixEngine(model, Scheduler(64, 64, 4))
     good, bad = {"prompt": "The for statement is", "max_tokens": 9}, {"prompt": "A fewer Nots", "max_tokens": 9}
     with running(Threaded(engine)) as server:
@@ -692,6 +694,7 @@ def test_strange_bodies_are_one_error_each_and_the_server_lives():
         asked = json.dumps({"model": "fake", "prompt": "a", "max_tokens": 3}).encode()
         found = post(server, gzip.compress(asked), headers={"Content-Encoding": "gzip"})
         assert (found.status_code, "'gzip'" in found.json()["error"]["message"]) == (415, True)
+        more: Mapping[str, object]
         for more in ({"max_tokens": None}, {"stop": []}, {"stop": None}, {"seed": -1}, {"seed": -(2**63)},
             {"seed": 2**63 - 1},
                      {"top_k": 10**30}, {"temperature": 2}, {"prompt": [[97], [98]]}, {"user": ""},
