@@ -106,7 +106,7 @@ CARDS = """() => Promise.all([...document.querySelectorAll('.workbook-exercise')
   const link = new URL(card.querySelector('a[href*="solutions/"]').href);
   const solutions = new DOMParser().parseFromString(await (await fetch(link)).text(), 'text/html');
   const place = solutions.getElementById(link.hash.slice(1));
-  return [card.innerText, (place.matches('h2') ? place : place.querySelector('h2')).innerText]; }))"""
+  return [card.innerText, (place?.matches('h2') ? place : place?.querySelector('h2'))?.innerText ?? '']; }))"""
 BROKEN_IMAGES = "() => [...document.images].filter(i => i.complete && !i.naturalWidth).map(i => i.src.slice(0, 120))"
 
 
