@@ -134,6 +134,7 @@ def train(
     multipliers: Multipliers = mup_multipliers,
     batch: int = BATCH,
     seed: int = 0,
+    n_windows: int = 512,
 ) -> Run:
     """One run at a constant rate, from which a decay branches off for each length.
 
@@ -144,6 +145,7 @@ def train(
         multipliers: How weights and rates follow the width.
         batch: Windows in a batch.
         seed: Of weights and batches.
+        n_windows: Of the held-out loss.
     """
     model = make_model(width, multipliers, seed)
     optimizer, generator = make_optimizer(model, lr, multipliers), torch.Generator().manual_seed(seed)
@@ -157,7 +159,7 @@ def train(
         for at in range(start, last):
             rate = wsd_schedule(at, lr, WARMUP, start, last)
             step(*branch, rate, windows(corpus()[0], after, batch))
-        run.ends.append((last * batch * LENGTH, held_out_loss(branch[0])))
+        run.ends.append((last * batch * LENGTH, held_out_loss(branch[0], n_windows)))
     return run
 
 
@@ -216,13 +218,19 @@ def coordinate_check(
 def transfer(
     rank: int, world_size: int, widths: Sequence[int], rates: Sequence[float], n_steps: int
 ) -> dict[tuple[str, int, float], float]:
-    """This rank's share of short runs: held-out loss for each parametrisation, width and learning rate."""
+    """This rank's share of short runs: held-out loss for each parametrisation, width and learning rate.
+
+    At the base width all of muP's multipliers are 1, so that one run stands for both parametrisations.
+    """
     kinds: dict[str, Multipliers] = {"standard": standard, "muP": mup_multipliers}
-    cases = [(kind, width, lr) for kind in kinds for width in widths for lr in rates]
-    return {
-        (kind, width, lr): train(width, (n_steps,), lr, kinds[kind], BATCH // 2).ends[0][1]
+    cases = [
+        (kind, width, lr) for kind in kinds for width in widths for lr in rates if (kind, width) != ("muP", BASE_WIDTH)
+    ]
+    found = {
+        (kind, width, lr): train(width, (n_steps,), lr, kinds[kind], BATCH // 2, n_windows=128).ends[0][1]
         for kind, width, lr in cases[rank::world_size]
     }
+    return found | {("muP", width, lr): loss for (_, width, lr), loss in found.items() if width == BASE_WIDTH}
 
 
 def draw_run(recorded: dict[str, Any], law: Callable[[Any, Any], Any] | None = None) -> Figure:

@@ -7,7 +7,6 @@ trailing comma in the reference.
 
 import ast
 import inspect
-import io
 import linecache
 import re
 import textwrap
@@ -94,14 +93,20 @@ class Part:
 
 @dataclass(frozen=True)
 class Source:
-    """A module's text, its parts, and its tokens without comments and docstrings; lines are counted from 0."""
+    """A module's text and its parts; lines are counted from 0."""
 
     lines: tuple[str, ...]
     parts: tuple[Part, ...]
-    tokens: tuple[Token, ...]
+    tokens: dict[int, tuple[Token, ...]]  # of parts, by their first lines, as `tokens_of` finds them
 
     def part_of(self, name: str) -> Part | None:
         return next((part for part in self.parts if name in part.defines), None)
+
+    def tokens_of(self, part: Part) -> tuple[Token, ...]:
+        """The tokens of a part, without comments and docstrings; to read the whole module takes ten times as long."""
+        if part.first not in self.tokens:
+            self.tokens[part.first] = tuple(_no_trailing_commas(list(_tokens(self.lines, part))))
+        return self.tokens[part.first]
 
     def with_helpers(self, name: str) -> list[Part]:
         """The part that defines ``name``, and the private ones that it uses, directly or not."""
@@ -127,21 +132,22 @@ class Source:
 
 @lru_cache(maxsize=32)
 def read(source: str) -> Source:
-    """The parts and the tokens of a module's text."""
-    tree = ast.parse(source)
-    lines = source.splitlines(keepends=True)
+    """A module's text and its parts."""
+    return Source(tuple(source.splitlines(keepends=True)), tuple(map(_part, ast.parse(source).body)), {})
+
+
+def _tokens(lines: tuple[str, ...], part: Part) -> Iterator[Token]:
+    """The tokens of a part, without comments and docstrings."""
     comments = dict[int, int]()
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+    for token in tokenize.generate_tokens(iter(lines[part.first : part.last]).__next__):
         if token.type == tokenize.COMMENT:
-            comments[token.start[0] - 1] = token.start[1]
-    quiet = {n for node in ast.walk(tree) if (doc := _docstring(node)) for n in range(doc.lineno - 1, doc.end_lineno)}
-    tokens = [
-        (match[0], n, *match.span())
-        for n, line in enumerate(lines)
-        if n not in quiet
-        for match in TOKEN.finditer(line[: comments.get(n)])
-    ]
-    return Source(tuple(lines), tuple(map(_part, tree.body)), tuple(_no_trailing_commas(tokens)))
+            comments[part.first + token.start[0] - 1] = token.start[1]
+    docs = [doc for node in ast.walk(part.node) if (doc := _docstring(node))]
+    quiet = {n for doc in docs for n in range(doc.lineno - 1, doc.end_lineno)}
+    for n in range(part.first, part.last):
+        if n not in quiet:
+            for match in TOKEN.finditer(lines[n][: comments.get(n)]):
+                yield (match[0], n, *match.span())
 
 
 def _docstring(node: ast.AST) -> Any:
@@ -222,7 +228,7 @@ def _occurrences(
 ) -> Iterator[tuple[Part, Token, Token]]:
     """Where some tokens stand in these definitions: the part, the first token and the last."""
     for part, node in homes:
-        tokens = [token for token in source.tokens if _is_in(token, node)]
+        tokens = [token for token in source.tokens_of(part) if _is_in(token, node)]
         texts = [token[0] for token in tokens]
         for at in range(len(texts) - len(wanted) + 1):
             if texts[at : at + len(wanted)] == wanted:
