@@ -52,6 +52,7 @@ class Here:
 
     def ask(self, steps: Iterable[int], version: int) -> None:
         """Begin the batches of some steps, with the weights of now."""
+        assert self.sampler is not None
         begin = clock(self.device)
         if self.model is not self.policy.model:
             self.model.load_state_dict(self.policy.model.state_dict())

@@ -1,5 +1,7 @@
 """The backward pass for wide heads, whose dS goes through memory."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -61,7 +63,14 @@ def test_dS_is_stored_where_it_pays_and_fits():
     sizes, memory = Sizes(1, 16, 2, 4096, 4096, 256, True), 140 * 2**30
     assert stores_wide(sizes, memory)
     assert stores_wide(sizes._replace(head_dim=192), memory)
-    for change in ({"head_dim": 128}, {"t": 256}, {"n_heads": 1}, {"t": 8192}, {"t": 2**17, "s": 2**17}):
+    changes: list[dict[str, Any]] = [
+        {"head_dim": 128},
+        {"t": 256},
+        {"n_heads": 1},
+        {"t": 8192},
+        {"t": 2**17, "s": 2**17},
+    ]
+    for change in changes:
         assert not stores_wide(sizes._replace(**change), memory), change
     assert not stores_wide(sizes, 2**31)
 
@@ -82,7 +91,7 @@ def test_the_backward_pass_takes_it_and_falls_back_where_memory_is_short():
     backward = flash._plan_backward((q, k, v, o, do), True).launch
     assert isinstance(backward, WideBackward)
     stored = fast_backward(q, k, v, o, do, lse, True)
-    backward.ds_shape = (2**45,)
+    backward.ds_shape = (2**45, 1, 1, 1)
     grads = [torch.full_like(x, torch.nan) for x in (q, k, v)]
     backward(q, k, v, o, do, lse, *grads)
     for found, wanted in zip(stored, grads, strict=True):

@@ -15,6 +15,7 @@ can_run = pytest.mark.skipif(
     not INTERPRETED and (not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] < 9),
     reason="descriptors need a Hopper GPU, or the interpreter",
 )
+pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 CASES = {  # batch, heads, queries, positions, causal, parts
     "training": (2, 4, 21, 21, True, None),
     "decoding, in parts": (1, 20, 1, 70, True, 3),

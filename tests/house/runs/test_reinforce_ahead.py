@@ -47,7 +47,7 @@ def test_batches_are_chapter_29s(monkeypatch, device):
 def test_scores_that_are_not_finite_end_a_rollout(monkeypatch, device):
     monkeypatch.setattr(serving.Runner, "is_fast", lambda engine: can_step(engine.model, engine.cache))
     model = Llama(MODEL).to(device)
-    torch.nn.init.constant_(model.output.weight, float("inf"))
+    torch.nn.init.constant_(model.get_parameter("output.weight"), float("inf"))
     engine = Ahead(model, scheduler(), 1.0)
     with pytest.raises(ArithmeticError, match="not finite"):
         engine.sample_groups(PROMPTS, 2, 4, 0, None, 0)
