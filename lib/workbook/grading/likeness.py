@@ -76,7 +76,7 @@ def raised(error: BaseException) -> str:
 
 
 def _head(error: BaseException) -> str:
-    return _bare((str(error).splitlines() or [""])[0][:200])
+    return FOLDERS.sub("/", (str(error).splitlines() or [""])[0][:200])
 
 
 def _bare(what: Any) -> Any:
