@@ -22,7 +22,7 @@ from lib.workbook.grading.expect import Wrong
 
 C = TypeVar("C")  # a check, of which only the identity matters here
 M = TypeVar("M", bound="Named")
-FOLDERS = re.compile(r"/\S+/")  # of a file in a message: a check that runs again has a new one
+FOLDERS = re.compile(r"(?<![\w.])/\S+/")  # of a file in a message: a check that runs again has a new one
 CONFIRMED_BY = 12  # once a single sentence remains, this many other checks are enough to confirm it
 
 
