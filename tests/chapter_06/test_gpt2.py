@@ -459,7 +459,7 @@ def test_init_weights_works_in_place_and_keeps_gradients():
     before = dict(module.named_parameters())
     gpt2.init_weights(module, 2)
     kept = {name: parameter is before[name] for name, parameter in module.named_parameters()}
-    expect_equal(kept, dict.fromkeys(before, True), name="which are the same objects")
+    expect_equal(kept, dict.fromkeys(before, True), name="same object")
     expect_true(all(p.requires_grad for p in module.parameters()), "a parameter no longer requires gradients")
 
 
