@@ -7,10 +7,11 @@ import lib.fast.serving as serving
 from lib.fast.decode import can_step
 from lib.given.kernels.mode import HAS_TRITON, NO_TRITON
 from lib.given.models.llama import LlamaConfig
+from lib.given.models.serving import Request
 from lib.llama import Llama
 from lib.rewards import sample_groups
 from lib.runs.reinforcing.ahead import Ahead
-from lib.serving import Scheduler
+from lib.serving import Scheduler, generate_many
 from tests.house.fast.comparing import PLACES
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason=NO_TRITON)
@@ -35,6 +36,12 @@ def test_batches_are_chapter_29s(monkeypatch, device):
             theirs = sample_groups(model, PROMPTS, 2, scheduler(), 4, 0.7, seed, eos_id=3, version=seed)
         assert mine.pop("version") == theirs.pop("version") == seed
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+        asked = [Request(prompt, 3) for prompt in PROMPTS]  # greedily, as the held-out questions are
+        answers = [[token for token, _ in answer] for answer in engine.answer(asked).values()]
+        with monkeypatch.context() as plain:
+            plain.setattr(serving.Runner, "is_fast", lambda engine: False)
+            found = [list(generate_many(model, [request], scheduler())) for request in asked]
+        assert answers == [[token for _, token in new] for new in found]
         Ahead(model, scheduler(), 0.7)  # another engine of the same weights, which lie as the first one's need them
         with torch.no_grad():
             for weight in model.parameters():  # an update, as an optimizer makes it
