@@ -150,7 +150,8 @@ class Run:
             "weight_bytes": self.sampler.weight_bytes - sent[0],
             "weight_seconds": self.sampler.weight_seconds - sent[1],
             "cpu_seconds": time.process_time() - cpu_seconds,  # far below "seconds" where others use the processor
-            "device": self.device.type, "memory_peak_bytes": memory_peak_bytes(self.device),
+            "device": self.device.type, "ranks": 1 + len(self.sampler.ranks),
+            "memory_peak_bytes": memory_peak_bytes(self.device),
         }  # fmt: skip
 
     def set_rate(self, step: int) -> float:
