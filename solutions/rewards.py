@@ -398,7 +398,7 @@ def agg_loss(loss_mat: Float[Tensor, "n t"], loss_mask: Tensor, loss_agg_mode: s
 def _whole_or(name: str, count: int | Tensor | None, dp_size: int, own: Tensor) -> Tensor:
     """The whole batch's count, or this matrix's own, which is the same only on one rank."""
     if count is None and dp_size > 1:
-        raise ValueError(f"{name} is needed: with dp_size = {dp_size}, this matrix is not the whole batch")
+        raise ValueError(f"{name} is required: with dp_size = {dp_size}, this matrix is not the whole batch")
     return own if count is None else torch.as_tensor(count, device=own.device)
 
 
