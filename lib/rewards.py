@@ -1,6 +1,5 @@
 """Rewards: how does a model learn from answers that a program can check, and what does each shortcut change?"""
 
-import math
 import operator
 import re
 from collections import Counter

@@ -1,6 +1,5 @@
 """Rewards: how does a model learn from answers that a program can check, and what does each shortcut change?"""
 
-import math
 import operator
 import re
 from collections import Counter
@@ -293,9 +292,8 @@ def policy_loss(log_probs: Float[Tensor, "n t"], old_log_probs: Float[Tensor, "n
     if level == "sequence":
         mean = log_ratio.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
         log_ratio = mean.detach() + (log_probs - log_probs.detach())
-    # where A >= 0 a ratio this large is clipped or multiplied by 0, and infinity would turn a gradient of 0 into NaN
-    largest = math.log(torch.finfo(log_ratio.dtype).max) - 1
-    ratio = torch.where(advantages < 0, log_ratio, log_ratio.clamp(max=largest)).exp()
+    # where A >= 0 a ratio of exp(80) is clipped or multiplied by 0, and infinity would turn a gradient of 0 into NaN
+    ratio = torch.where(advantages < 0, log_ratio, log_ratio.clamp(max=80)).exp()
     plain, clipped = -ratio * advantages, -ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high) * advantages
     n_clipped = ((clipped > plain) & mask).sum()
     return _shown(torch.maximum(plain, clipped), mask), n_clipped / mask.sum().clamp(min=1)

@@ -234,7 +234,8 @@ def read(folder: Path) -> dict[str, Any]:
     }
 
 
-def main(arguments: list[str] | None = None) -> None:
+def make_parser() -> ProgramParser:
+    """All flags of this program."""
     parser = ProgramParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", choices=(*METHODS, "packing", []), default=[], help="by default all")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -248,7 +249,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--folder", type=Path, default=MEASUREMENTS, help="where the record is written")
     parser.add_argument("--runs", nargs=2, action="append", metavar=("NAME", "FOLDER"),
                         help="read a finished run in place of measuring; may be repeated")  # fmt: skip
-    o = parser.parse_args(arguments)
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> None:
+    o = make_parser().parse_args(arguments)
     if o.runs:
         record("finetuning_runs", {name: read(Path(folder)) for name, folder in o.runs}, o.folder)
         return
