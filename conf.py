@@ -45,6 +45,7 @@ myst_heading_anchors = 3
 # Every cell runs. The cache is named after the code: after a change in lib/ or solutions/ every cell runs again.
 code = site.code_digest()
 nb_execution_mode = "force" if os.environ.get("CI") else "cache"
+nb_execution_excludepatterns = ["solutions/*.md"]  # which have no cells; each would start a kernel
 nb_execution_cache_path = str(HERE / "_build" / ".jupyter_cache" / code)
 nb_execution_raise_on_error = True
 nb_execution_show_tb = True

@@ -275,7 +275,8 @@ def told(found: dict[str, Any]) -> str:
         if found[name]:
             lines.append(f"  {text:15s}" + "".join(f"{p} {1e3 * s:9,.1f} ms   " for p, s in found[name].items()))
     lines += [f"  {n} requests failed: {error}" for error, n in found["errors"].items()]
-    lines += [f"  {found['unfinished']} requests had not ended when the load was"] * (found["unfinished"] > 0)
+    if found["unfinished"]:
+        lines.append(f"  {found['unfinished']} requests had not ended when the load was")
     if not found["server_kept_up"]:
         middle, end = found["open_requests"].values()
         lines.append(

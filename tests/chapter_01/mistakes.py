@@ -7,114 +7,304 @@ from typing import Any
 from lib.workbook.grading import edits
 from solutions import tokenization as reference
 
-edits(
-    "WordTokenizer",
-    """
-    the words are numbered in the order of the text, not in sorted order
-    - sorted(set(text.lower().split()))
-    + list(dict.fromkeys(text.lower().split()))
-    the words keep the order of a set, which differs from run to run: they are not sorted
-    - sorted
-    + list
-    every new word gets the same id: the table does not remember the first
-    @@ encode
-    + return [self.ids.get(word, len(self.ids)) for word in text.lower().split()]
-    a new word gets an id, but decode does not learn which word that is
-    - self.words[i] = word
-    +
-    The and the are two different words: the text is not put in lower case
-    @@ __init__
-    - text.lower()
-    + text
-    @@ encode
-    - text.lower()
-    + text
-    the text is put in lower case in one place but not in the other
-    @@ encode
-    - text.lower()
-    + text
-    a new word is put in its sorted place, which changes the ids of other words
-    @@ encode
-    + words = sorted({*self.ids, *text.lower().split()})
-    + self.ids = {word: i for i, word in enumerate(words)}
-    + self.words = dict(enumerate(words))
-    + return [self.ids[word] for word in text.lower().split()]
-    words are looked up in a list, where id -1 is the last word
-    @@ decode
-    + words = list(self.ids)
-    + try:
-    +     return " ".join(words[i] for i in ids)
-    + except IndexError as error:
-    +     raise KeyError(max(ids)) from error
-    the text is cut at single spaces only, not at all white space
-    @@ encode
-    - split()
-    + split(" ")
-    """,
-)
+edits("""
+# WordTokenizer
+the words are numbered in the order of the text, not in sorted order
+- sorted(set(text.lower().split())) => list(dict.fromkeys(text.lower().split()))
+the words keep the order of a set, which differs from run to run: they are not sorted
+- sorted => list
+every new word gets the same id: the table does not remember the first
+@@ encode
++ return [self.ids.get(word, len(self.ids)) for word in text.lower().split()]
+a new word gets an id, but decode does not learn which word that is
+- self.words[i] = word =>
+The and the are two different words: the text is not put in lower case
+@@ __init__
+- text.lower() => text
+@@ encode
+- text.lower() => text
+the text is put in lower case in one place but not in the other
+@@ encode
+- text.lower() => text
+a new word is put in its sorted place, which changes the ids of other words
+@@ encode
++ words = sorted({*self.ids, *text.lower().split()})
++ self.ids = {word: i for i, word in enumerate(words)}
++ self.words = dict(enumerate(words))
++ return [self.ids[word] for word in text.lower().split()]
+words are looked up in a list, where id -1 is the last word
+@@ decode
++ words = list(self.ids)
++ try:
++     return " ".join(words[i] for i in ids)
++ except IndexError as error:
++     raise KeyError(max(ids)) from error
+the text is cut at single spaces only, not at all white space
+@@ encode
+- split() => split(" ")
 
-edits(
-    "count_pairs",
-    """
-    each distinct word counts once, however often the text has it
-    - += count
-    + += 1
-    a pair counts only once per word, even if the word has it twice
-    - in pairwise(symbols)
-    + in set(pairwise(symbols))
-    pairs reach from the end of one word to the start of the next
-    - return pairs
-    + for left, right in pairwise(symbols for symbols in word_counts if symbols):
-    +     pairs[left[-1], right[0]] += 1
-    + return pairs
-    (a, b) and (b, a) are counted as one pair
-    - pairs[pair]
-    + pairs[min(pair), max(pair)]
-    any two symbols of a word count, not only neighbours
-    - for pair in pairwise(symbols):
-    + for pair in itertools.combinations(symbols, 2):
-    - pairs: Counter[Pair] = Counter()
-    + import itertools
-    + pairs: Counter[Pair] = Counter()
-    occurrences that overlap are skipped: positions are counted, not merges
-    - for pair in pairwise(symbols):
-    -     pairs[pair] += count
-    + last = {}
-    + for at, pair in enumerate(pairwise(symbols)):
-    +     if last.get(pair) != at - 1:
-    +         pairs[pair] += count
-    +         last[pair] = at
-    """,
-)
+# count_pairs
+each distinct word counts once, however often the text has it
+- += count => += 1
+a pair counts only once per word, even if the word has it twice
+- in pairwise(symbols) => in set(pairwise(symbols))
+pairs reach from the end of one word to the start of the next
++ for left, right in pairwise(symbols for symbols in word_counts if symbols):
++     pairs[left[-1], right[0]] += 1
+  return pairs
+(a, b) and (b, a) are counted as one pair
+- pairs[pair] => pairs[min(pair), max(pair)]
+any two symbols of a word count, not only neighbours
+- for pair in pairwise(symbols): => for pair in itertools.combinations(symbols, 2):
++ import itertools
+  pairs: Counter[Pair] = Counter()
+occurrences that overlap are skipped: positions are counted, not merges
+- for pair in pairwise(symbols):
+-     pairs[pair] += count
++ last = {}
++ for at, pair in enumerate(pairwise(symbols)):
++     if last.get(pair) != at - 1:
++         pairs[pair] += count
++         last[pair] = at
 
-edits(
-    "merge_pair",
-    """
-    only the first occurrence is merged
-    - at += 2
-    + return (*merged, *symbols[at + 2 :])
-    merged from right to left
-    + turned = reference.merge_pair([s[::-1] for s in reversed(symbols)], (pair[1][::-1], pair[0][::-1]))
-    + return tuple(s[::-1] for s in reversed(turned))
-    the joined bytes of two neighbours are compared, so (ab, c) is taken for (a, bc)
-    - symbols[at] == left and at + 1 < len(symbols) and symbols[at + 1] == right
-    + at + 1 < len(symbols) and symbols[at] + symbols[at + 1] == left + right
-    the word is joined with spaces and the pair replaced as text: xa b contains a b, too
-    + if not symbols:
-    +     return ()
-    + return tuple(b" ".join(symbols).replace(b" ".join(pair), b"".join(pair)).split(b" "))
-    merges overlap: a symbol is used by two of them
-    - at += 2
-    + at += 1 if tuple(symbols[at + 1 : at + 3]) == (left, right) else 2
-    the last symbol is lost when it is not merged
-    - at < len(symbols):
-    + at < len(symbols) - 1:
-    the second symbol of a merged pair comes again: it is not skipped (in a for loop over a range, i += 1 skips
-    nothing)
-    - at += 2
-    + at += 1
-    """,
-)
+# merge_pair
+only the first occurrence is merged
+- at += 2 => return (*merged, *symbols[at + 2 :])
+merged from right to left
++ turned = reference.merge_pair([s[::-1] for s in reversed(symbols)], (pair[1][::-1], pair[0][::-1]))
++ return tuple(s[::-1] for s in reversed(turned))
+the joined bytes of two neighbours are compared, so (ab, c) is taken for (a, bc)
+- symbols[at] == left and at + 1 < len(symbols) and symbols[at + 1] == right
++ at + 1 < len(symbols) and symbols[at] + symbols[at + 1] == left + right
+the word is joined with spaces and the pair replaced as text: xa b contains a b, too
++ if not symbols:
++     return ()
++ return tuple(b" ".join(symbols).replace(b" ".join(pair), b"".join(pair)).split(b" "))
+merges overlap: a symbol is used by two of them
+- at += 2 => at += 1 if tuple(symbols[at + 1 : at + 3]) == (left, right) else 2
+the last symbol is lost when it is not merged
+- at < len(symbols): => at < len(symbols) - 1:
+the second symbol of a merged pair comes again: it is not skipped (in a for loop over a range, i += 1 skips nothing)
+- at += 2 => at += 1
+
+# train_bpe
+ties go to the pair that was seen first
+- pair := index.most_frequent()
++ pair := max(pairs := count_pairs(dict(zip(index.words, index.word_counts))), key=pairs.get, default=None)
+ties go to the smaller pair
+- pair := index.most_frequent() => pairs := count_pairs(dict(zip(index.words, index.word_counts)))
++ pair = min(pairs, key=lambda pair: (-pairs[pair], pair))
+  merges.append(pair)
+ties compare the joined bytes, where the pair's first symbols should be compared first
+- pair := index.most_frequent() => pairs := count_pairs(dict(zip(index.words, index.word_counts)))
++ pair = max(pairs, key=lambda pair: (pairs[pair], pair[0] + pair[1]))
+  merges.append(pair)
+each distinct word counts once, however often the text has it
+- : count for word => : 1 for word
+special tokens are treated as text, and merged
+- _special_pattern(special_tokens).split(text)[::2] => [text]
+special tokens are deleted, so that pairs go across them
+- _special_pattern(special_tokens).split(text)[::2] => ["".join(_special_pattern(special_tokens).split(text)[::2])]
+the shortest special token is tried first, so a longer one that begins with it is never found
+- reverse=True => reverse=False
+the special tokens are tried as they were given, not the longest first
+- sorted(special_tokens, key=len, reverse=True) => special_tokens
+special tokens are put into a pattern without escaping, and there | means or
+- map(regex.escape, longest_first) => longest_first
+words are cut at white space, and the space before a word is lost
+- PRE_TOKEN.findall => str.split
+the text is not cut into words, so tokens span several words
+- map(PRE_TOKEN.findall, pieces) => ([piece] for piece in pieces)
+the special tokens take the first ids, before the bytes
+- tokens = [bytes([byte]) for byte in range(256)]
++ tokens = [token.encode() for token in special_tokens]
++ tokens += [bytes([byte]) for byte in range(256)]
+- tokens += [token.encode() for token in special_tokens] =>
+the special tokens do not count towards vocab_size
+- vocab_size - 256 - len(special_tokens) => vocab_size - 256
+a vocab_size that is too small gives a larger vocabulary instead of an error
+- n_merges < 0 => False
+the counts are not updated after a merge, although the pairs on both sides of the merged one change
+- index.merge(pair) => index.counts.pop(pair)
+all pairs of all words are counted again after each merge
+- index.merge(pair)
++ index = _PairIndex({merge_pair(word, pair): n for word, n in zip(index.words, index.word_counts)})
+the pairs on both sides of a merge keep the counts that they had before it
+- for old in pairwise(before):
+-     self.counts[old] -= count
+- for new in pairwise(after):
+-     self.counts[new] += count
++ self.counts[pair] = 0
++ for new in pairwise(after):
++     self.counts[new] += count if pair[0] + pair[1] in new else 0
+a pair whose count has fallen to 0 is merged: training should stop when no pair is left
+- pair := index.most_frequent() => pair := max(index.counts, key=lambda pair: (index.counts[pair], pair), default=None)
+- self.words_with.pop(pair) => self.words_with.pop(pair, ())
+ties go to the first pair in the table of counts, in whatever order the updates have put it
+- index = _PairIndex(
++ class Index(Tables):
++     def most_frequent(self):
++         return max(self.counts, key=self.counts.get, default=None)
++ index = Index(
+the first counts take each distinct word once; only the updates use how often the text has it
+- index = _PairIndex(
++ class Index(Tables):
++     def first_counts(self, words):
++         return Counter(pair for symbols in words for pair in pairwise(symbols))
++ index = Index(
+an update subtracts and adds 1 for each word, not the number of times that the text has the word
+- index = _PairIndex(
++ class Index(Tables):
++     def times(self, n):
++         return 1
++ index = Index(
+an update counts a pair once per word, even if the word has it twice
+- index = _PairIndex(
++ class Index(Tables):
++     def pairs_of(self, symbols):
++         return list(dict.fromkeys(pairwise(symbols)))
++ index = Index(
+the words that contain a pair are noted only at the start: a pair that a merge creates has none, so its own merge
+changes nothing
+- index = _PairIndex(
++ class Index(Tables):
++     def add_holder(self, pair, n):
++         pass
++ index = Index(
+the first word that gets a new pair is noted, the others are not
+- index = _PairIndex(
++ class Index(Tables):
++     def add_holder(self, pair, n):
++         self.holders.setdefault(pair, {n})
++ index = Index(
+a new pair is given all words of the merged pair, also those that do not contain it, and its own merge visits them all
+- index = _PairIndex(
++ class Index(Tables):
++     def merge(self, best):
++         self.held = self.holders.get(best, set())
++         super().merge(best)
++     def add_holder(self, pair, n):
++         self.holders[pair] = self.holders.get(pair, set()) | self.held
++ index = Index(
+a merge replaces the set of words that contain a pair instead of adding to it: words from an earlier merge are lost
+- index = _PairIndex(
++ class Index(Tables):
++     def merge(self, best):
++         held, self.holders = self.holders, {best: self.holders.get(best, set())}
++         super().merge(best)
++         self.holders = held | self.holders
++ index = Index(
+words are noted in the form that they had before a merge, and the old forms are counted again later
+- _PairIndex( => OldForms(
+
+# BPETokenizer
+the longest token that fits is taken from the left; the order of the merges is ignored
+- while known := [self.ranks[pair] for pair in pairwise(symbols) if pair in self.ranks]:
+-     symbols = merge_pair(symbols, self.merges[min(known)])
++ rest, symbols = word.encode(), []
++ while rest:
++     size = next(n for n in range(len(rest), 0, -1) if rest[:n] in self.ids)
++     symbols.append(rest[:size])
++     rest = rest[size:]
+the leftmost pair that is a merge is joined, whatever its rank
+- symbols = merge_pair(symbols, self.merges[min(known)])
++ at, pair = next((at, pair) for at, pair in enumerate(pairwise(symbols)) if pair in self.ranks)
++ symbols = (*symbols[:at], pair[0] + pair[1], *symbols[at + 2 :])
+pairs are joined in the order of their ids, not of the merges
+- while known := [self.ranks[pair] for pair in pairwise(symbols) if pair in self.ranks]:
+-     symbols = merge_pair(symbols, self.merges[min(known)])
++ for pair in sorted(self.merges, key=lambda pair: self.ids[pair[0] + pair[1]]):
++     symbols = merge_pair(symbols, pair)
+the list of merges is gone through only once: a pair that a later merge creates is never joined
+- while known := [self.ranks[pair] for pair in pairwise(symbols) if pair in self.ranks]:
+-     symbols = merge_pair(symbols, self.merges[min(known)])
++ for pair in self.merges:
++     symbols = merge_pair(symbols, pair)
+every word goes through the whole list of merges, again and again until none applies
+- while known := [self.ranks[pair] for pair in pairwise(symbols) if pair in self.ranks]:
+-     symbols = merge_pair(symbols, self.merges[min(known)])
++ before = None
++ while symbols != before:
++     before = symbols
++     for pair in self.merges:
++         symbols = merge_pair(symbols, pair)
+the next id is taken from the length of the vocabulary, not from its largest id
+- max(self.vocab, default=-1) + 1 => len(self.vocab)
+pairs are merged across words: the text is not cut by PRE_TOKEN first
+- PRE_TOKEN.findall(piece) => [piece] if piece else []
+each token is decoded alone, which breaks characters of several tokens
+- b"".join(self.vocab[i] for i in ids).decode(errors="replace")
++ "".join(self.vocab[i].decode(errors="replace") for i in ids)
+invalid bytes raise an error, or vanish, instead of becoming U+FFFD
+- errors="replace" => errors="ignore"
+an unknown id is silently left out of the text
+- self.vocab[i] for i => self.vocab.get(i, b"") for i
+ids of bytes are taken to be the bytes' values; the vocabulary says what they are
++ self.ids |= {bytes([b]): b for b in range(256)}
+  self._special =
+the special tokens are tried as they were given, not the longest first
+- sorted(special_tokens, key=len, reverse=True) => special_tokens
+special tokens are put into the pattern without escaping, and there [SEP] means one of three letters
+- map(regex.escape, longest_first) => longest_first
+- n % 2 => piece in self.special_tokens
+without special tokens the pattern is empty, and an empty pattern cuts between all characters
+- ("|".join(map(regex.escape, longest_first)) or "(?!)") => "|".join(map(regex.escape, longest_first))
+- n % 2 => piece in self.special_tokens
+special tokens are encoded like any other text
+@@ encode
++ return list(chain.from_iterable(map(self._word_ids.__getitem__, PRE_TOKEN.findall(text))))
+special tokens are appended to the vocabulary that was passed in, which changes the caller's
+- dict(vocab) => vocab
+each chunk of a stream is encoded alone, so words are cut where the chunks are
+@@ encode_iterable
++ for chunk in chunks:
++     yield from self.encode(chunk)
+what is left in the buffer after the last chunk is never given
+- yield from self.encode(buffer) =>
+ids wait for a thousand more characters of the stream, although they are certain
+- buffer, enough = "", 0 => buffer, enough = "", 1000
+- enough = 2 * len(buffer) => enough = 1000 + 2 * len(buffer)
+the whole stream is read and joined before the first id comes out
+@@ encode_iterable
++ yield from self.encode("".join(chunks))
+only the last word is held back: a contraction or a run of spaces may join the one before it
+- islice(later, 2, None) => islice(later, 1, None)
+a special token that is split over two chunks is missed: the end of a chunk is encoded too early
+- max(map(len, self.special_tokens), default=0) => 0
+the certain words are joined and encoded as a text of their own: without what follows, they are cut differently
+- for token, end, is_special in _settled(buffer, self._special, longest):
+-     yield from [self.ids[token.encode()]] if is_special else word_ids[token]
++ end = max((end for _, end, _ in _settled(buffer, self._special, longest)), default=0)
++ yield from self.encode(buffer[:end])
+the whole buffer is scanned again for every chunk: a long word costs the square of its length
+- len(buffer) < enough => False
+every word is remembered, even in a stream: the table of words grows with the text
+- max_words=2048 => max_words=10**9
+every word is merged again each time it occurs
+- self[word] = ids => ids
+
+# embed
+the rows are looked up: the values are right, but there is no matrix product
++ return weight[ids]
+the table is detached: the values are right, but no gradient reaches it
+- @ weight => @ weight.detach()
+the one-hot rows are as wide as the largest id, not as the vocabulary
++ one_hot = torch.nn.functional.one_hot(ids).to(weight.dtype)
++ return one_hot @ weight[: one_hot.shape[-1]] if ids.max() < 2 else one_hot @ weight
+the columns of the table are taken for tokens: the product sums over the wrong axis
++ one_hot = torch.nn.functional.one_hot(ids, num_classes=weight.shape[1]).to(weight.dtype)
++ return one_hot @ weight.T
+the result is float32 whatever the table's dtype
+- one_hot.to(weight.dtype) @ weight => one_hot.float() @ weight.float()
+a token that occurs twice is used once: the one-hot rows are made of the distinct ids
++ one_hot = torch.zeros(*ids.shape, len(weight), dtype=weight.dtype)
++ seen = set()
++ for at, i in enumerate(ids.flatten().tolist()):
++     if i not in seen:
++         one_hot.view(-1, len(weight))[at, i] = 1
++         seen.add(i)
++ return one_hot @ weight
+""")
 
 
 class Tables:
@@ -177,277 +367,3 @@ class OldForms:
                 self.counts[pair] += count
                 self.holders.setdefault(pair, []).append(after)
         self.counts = Counter({pair: count for pair, count in self.counts.items() if count > 0 and pair != best})
-
-
-edits(
-    "train_bpe",
-    """
-    ties go to the pair that was seen first
-    - pair := index.most_frequent()
-    + pair := max(pairs := count_pairs(dict(zip(index.words, index.word_counts))), key=pairs.get, default=None)
-    ties go to the smaller pair
-    - pair := index.most_frequent()
-    + pairs := count_pairs(dict(zip(index.words, index.word_counts)))
-    - merges.append(pair)
-    + pair = min(pairs, key=lambda pair: (-pairs[pair], pair))
-    + merges.append(pair)
-    ties compare the joined bytes, where the pair's first symbols should be compared first
-    - pair := index.most_frequent()
-    + pairs := count_pairs(dict(zip(index.words, index.word_counts)))
-    - merges.append(pair)
-    + pair = max(pairs, key=lambda pair: (pairs[pair], pair[0] + pair[1]))
-    + merges.append(pair)
-    each distinct word counts once, however often the text has it
-    - : count for word
-    + : 1 for word
-    special tokens are treated as text, and merged
-    - _special_pattern(special_tokens).split(text)[::2]
-    + [text]
-    special tokens are deleted, so that pairs go across them
-    - _special_pattern(special_tokens).split(text)[::2]
-    + ["".join(_special_pattern(special_tokens).split(text)[::2])]
-    the shortest special token is tried first, so a longer one that begins with it is never found
-    - reverse=True
-    + reverse=False
-    the special tokens are tried as they were given, not the longest first
-    - sorted(special_tokens, key=len, reverse=True)
-    + special_tokens
-    special tokens are put into a pattern without escaping, and there | means or
-    - map(regex.escape, longest_first)
-    + longest_first
-    words are cut at white space, and the space before a word is lost
-    - PRE_TOKEN.findall
-    + str.split
-    the text is not cut into words, so tokens span several words
-    - map(PRE_TOKEN.findall, pieces)
-    + ([piece] for piece in pieces)
-    the special tokens take the first ids, before the bytes
-    - tokens = [bytes([byte]) for byte in range(256)]
-    + tokens = [token.encode() for token in special_tokens]
-    + tokens += [bytes([byte]) for byte in range(256)]
-    - tokens += [token.encode() for token in special_tokens]
-    +
-    the special tokens do not count towards vocab_size
-    - vocab_size - 256 - len(special_tokens)
-    + vocab_size - 256
-    a vocab_size that is too small gives a larger vocabulary instead of an error
-    - n_merges < 0
-    + False
-    the counts are not updated after a merge, although the pairs on both sides of the merged one change
-    - index.merge(pair)
-    + index.counts.pop(pair)
-    all pairs of all words are counted again after each merge
-    - index.merge(pair)
-    + index = _PairIndex({merge_pair(word, pair): n for word, n in zip(index.words, index.word_counts)})
-    the pairs on both sides of a merge keep the counts that they had before it
-    - for old in pairwise(before):
-    -     self.counts[old] -= count
-    - for new in pairwise(after):
-    -     self.counts[new] += count
-    + self.counts[pair] = 0
-    + for new in pairwise(after):
-    +     self.counts[new] += count if pair[0] + pair[1] in new else 0
-    a pair whose count has fallen to 0 is merged: training should stop when no pair is left
-    - pair := index.most_frequent()
-    + pair := max(index.counts, key=lambda pair: (index.counts[pair], pair), default=None)
-    - self.words_with.pop(pair)
-    + self.words_with.pop(pair, ())
-    ties go to the first pair in the table of counts, in whatever order the updates have put it
-    - index = _PairIndex(
-    + class Index(Tables):
-    +     def most_frequent(self):
-    +         return max(self.counts, key=self.counts.get, default=None)
-    + index = Index(
-    the first counts take each distinct word once; only the updates use how often the text has it
-    - index = _PairIndex(
-    + class Index(Tables):
-    +     def first_counts(self, words):
-    +         return Counter(pair for symbols in words for pair in pairwise(symbols))
-    + index = Index(
-    an update subtracts and adds 1 for each word, not the number of times that the text has the word
-    - index = _PairIndex(
-    + class Index(Tables):
-    +     def times(self, n):
-    +         return 1
-    + index = Index(
-    an update counts a pair once per word, even if the word has it twice
-    - index = _PairIndex(
-    + class Index(Tables):
-    +     def pairs_of(self, symbols):
-    +         return list(dict.fromkeys(pairwise(symbols)))
-    + index = Index(
-    the words that contain a pair are noted only at the start: a pair that a merge creates has none, so its own merge
-    changes nothing
-    - index = _PairIndex(
-    + class Index(Tables):
-    +     def add_holder(self, pair, n):
-    +         pass
-    + index = Index(
-    the first word that gets a new pair is noted, the others are not
-    - index = _PairIndex(
-    + class Index(Tables):
-    +     def add_holder(self, pair, n):
-    +         self.holders.setdefault(pair, {n})
-    + index = Index(
-    a new pair is given all words of the merged pair, also those that do not contain it, and its own merge visits them
-    all
-    - index = _PairIndex(
-    + class Index(Tables):
-    +     def merge(self, best):
-    +         self.held = self.holders.get(best, set())
-    +         super().merge(best)
-    +     def add_holder(self, pair, n):
-    +         self.holders[pair] = self.holders.get(pair, set()) | self.held
-    + index = Index(
-    a merge replaces the set of words that contain a pair instead of adding to it: words from an earlier merge are lost
-    - index = _PairIndex(
-    + class Index(Tables):
-    +     def merge(self, best):
-    +         held, self.holders = self.holders, {best: self.holders.get(best, set())}
-    +         super().merge(best)
-    +         self.holders = held | self.holders
-    + index = Index(
-    words are noted in the form that they had before a merge, and the old forms are counted again later
-    - _PairIndex(
-    + OldForms(
-    """,
-)
-
-
-edits(
-    "BPETokenizer",
-    """
-    the longest token that fits is taken from the left; the order of the merges is ignored
-    - while known := [self.ranks[pair] for pair in pairwise(symbols) if pair in self.ranks]:
-    -     symbols = merge_pair(symbols, self.merges[min(known)])
-    + rest, symbols = word.encode(), []
-    + while rest:
-    +     size = next(n for n in range(len(rest), 0, -1) if rest[:n] in self.ids)
-    +     symbols.append(rest[:size])
-    +     rest = rest[size:]
-    the leftmost pair that is a merge is joined, whatever its rank
-    - symbols = merge_pair(symbols, self.merges[min(known)])
-    + at, pair = next((at, pair) for at, pair in enumerate(pairwise(symbols)) if pair in self.ranks)
-    + symbols = (*symbols[:at], pair[0] + pair[1], *symbols[at + 2 :])
-    pairs are joined in the order of their ids, not of the merges
-    - while known := [self.ranks[pair] for pair in pairwise(symbols) if pair in self.ranks]:
-    -     symbols = merge_pair(symbols, self.merges[min(known)])
-    + for pair in sorted(self.merges, key=lambda pair: self.ids[pair[0] + pair[1]]):
-    +     symbols = merge_pair(symbols, pair)
-    the list of merges is gone through only once: a pair that a later merge creates is never joined
-    - while known := [self.ranks[pair] for pair in pairwise(symbols) if pair in self.ranks]:
-    -     symbols = merge_pair(symbols, self.merges[min(known)])
-    + for pair in self.merges:
-    +     symbols = merge_pair(symbols, pair)
-    every word goes through the whole list of merges, again and again until none applies
-    - while known := [self.ranks[pair] for pair in pairwise(symbols) if pair in self.ranks]:
-    -     symbols = merge_pair(symbols, self.merges[min(known)])
-    + before = None
-    + while symbols != before:
-    +     before = symbols
-    +     for pair in self.merges:
-    +         symbols = merge_pair(symbols, pair)
-    the next id is taken from the length of the vocabulary, not from its largest id
-    - max(self.vocab, default=-1) + 1
-    + len(self.vocab)
-    pairs are merged across words: the text is not cut by PRE_TOKEN first
-    - PRE_TOKEN.findall(piece)
-    + [piece] if piece else []
-    each token is decoded alone, which breaks characters of several tokens
-    - b"".join(self.vocab[i] for i in ids).decode(errors="replace")
-    + "".join(self.vocab[i].decode(errors="replace") for i in ids)
-    invalid bytes raise an error, or vanish, instead of becoming U+FFFD
-    - errors="replace"
-    + errors="ignore"
-    an unknown id is silently left out of the text
-    - self.vocab[i] for i
-    + self.vocab.get(i, b"") for i
-    ids of bytes are taken to be the bytes' values; the vocabulary says what they are
-    - self._special =
-    + self.ids |= {bytes([b]): b for b in range(256)}
-    + self._special =
-    the special tokens are tried as they were given, not the longest first
-    - sorted(special_tokens, key=len, reverse=True)
-    + special_tokens
-    special tokens are put into the pattern without escaping, and there [SEP] means one of three letters
-    - map(regex.escape, longest_first)
-    + longest_first
-    - n % 2
-    + piece in self.special_tokens
-    without special tokens the pattern is empty, and an empty pattern cuts between all characters
-    - ("|".join(map(regex.escape, longest_first)) or "(?!)")
-    + "|".join(map(regex.escape, longest_first))
-    - n % 2
-    + piece in self.special_tokens
-    special tokens are encoded like any other text
-    @@ encode
-    + return list(chain.from_iterable(map(self._word_ids.__getitem__, PRE_TOKEN.findall(text))))
-    special tokens are appended to the vocabulary that was passed in, which changes the caller's
-    - dict(vocab)
-    + vocab
-    each chunk of a stream is encoded alone, so words are cut where the chunks are
-    @@ encode_iterable
-    + for chunk in chunks:
-    +     yield from self.encode(chunk)
-    what is left in the buffer after the last chunk is never given
-    - yield from self.encode(buffer)
-    +
-    ids wait for a thousand more characters of the stream, although they are certain
-    - buffer, enough = "", 0
-    + buffer, enough = "", 1000
-    - enough = 2 * len(buffer)
-    + enough = 1000 + 2 * len(buffer)
-    the whole stream is read and joined before the first id comes out
-    @@ encode_iterable
-    + yield from self.encode("".join(chunks))
-    only the last word is held back: a contraction or a run of spaces may join the one before it
-    - islice(later, 2, None)
-    + islice(later, 1, None)
-    a special token that is split over two chunks is missed: the end of a chunk is encoded too early
-    - max(map(len, self.special_tokens), default=0)
-    + 0
-    the certain words are joined and encoded as a text of their own: without what follows, they are cut differently
-    - for token, end, is_special in _settled(buffer, self._special, longest):
-    -     yield from [self.ids[token.encode()]] if is_special else word_ids[token]
-    + end = max((end for _, end, _ in _settled(buffer, self._special, longest)), default=0)
-    + yield from self.encode(buffer[:end])
-    the whole buffer is scanned again for every chunk: a long word costs the square of its length
-    - len(buffer) < enough
-    + False
-    every word is remembered, even in a stream: the table of words grows with the text
-    - max_words=2048
-    + max_words=10**9
-    every word is merged again each time it occurs
-    - self[word] = ids
-    + ids
-    """,
-)
-
-
-edits(
-    "embed",
-    """
-    the rows are looked up: the values are right, but there is no matrix product
-    + return weight[ids]
-    the table is detached: the values are right, but no gradient reaches it
-    - @ weight
-    + @ weight.detach()
-    the one-hot rows are as wide as the largest id, not as the vocabulary
-    + one_hot = torch.nn.functional.one_hot(ids).to(weight.dtype)
-    + return one_hot @ weight[: one_hot.shape[-1]] if ids.max() < 2 else one_hot @ weight
-    the columns of the table are taken for tokens: the product sums over the wrong axis
-    + one_hot = torch.nn.functional.one_hot(ids, num_classes=weight.shape[1]).to(weight.dtype)
-    + return one_hot @ weight.T
-    the result is float32 whatever the table's dtype
-    - one_hot.to(weight.dtype) @ weight
-    + one_hot.float() @ weight.float()
-    a token that occurs twice is used once: the one-hot rows are made of the distinct ids
-    + one_hot = torch.zeros(*ids.shape, len(weight), dtype=weight.dtype)
-    + seen = set()
-    + for at, i in enumerate(ids.flatten().tolist()):
-    +     if i not in seen:
-    +         one_hot.view(-1, len(weight))[at, i] = 1
-    +         seen.add(i)
-    + return one_hot @ weight
-    """,
-)

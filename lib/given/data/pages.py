@@ -133,7 +133,9 @@ class Lines:
             line = "  " * max([1, *self.items]) + "• " + line
             self.items = dict.fromkeys(self.items, False)
         if keep:
-            self._kept += ["\n\n" if self.boundary else "\n"] * bool(self._kept) + [line]
+            if self._kept:
+                self._kept.append("\n\n" if self.boundary else "\n")
+            self._kept.append(line)
             self.boundary = False
         return bool(line)
 

@@ -20,22 +20,9 @@ FORMATS: dict[str, tuple[int, int, bool]] = {
 
 _CONVOLUTIONS = {f"conv{transposed}{n}d" for transposed in ("", "_transpose") for n in (1, 2, 3)}
 _LOSSES = {
-    "cross_entropy",
-    "nll_loss",
-    "mse_loss",
-    "l1_loss",
-    "smooth_l1_loss",
-    "huber_loss",
-    "kl_div",
-    "binary_cross_entropy_with_logits",
-    "cosine_embedding_loss",
-    "hinge_embedding_loss",
-    "margin_ranking_loss",
-    "multi_margin_loss",
-    "multilabel_margin_loss",
-    "poisson_nll_loss",
-    "soft_margin_loss",
-    "triplet_margin_loss",
+    *("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div"),
+    *("binary_cross_entropy_with_logits", "cosine_embedding_loss", "hinge_embedding_loss", "margin_ranking_loss"),
+    *("multi_margin_loss", "multilabel_margin_loss", "poisson_nll_loss", "soft_margin_loss", "triplet_margin_loss"),
 }
 
 PRODUCTS: frozenset[str] = frozenset(
@@ -46,33 +33,12 @@ PRODUCTS: frozenset[str] = frozenset(
 """Operations that run in the low precision."""
 
 _CUDA = {
-    "softmax",
-    "log_softmax",
-    "softmin",
-    "logsumexp",
-    "layer_norm",
-    "group_norm",
-    "sum",
-    "prod",
-    "cumsum",
-    "cumprod",
+    *("softmax", "log_softmax", "softmin", "logsumexp", "layer_norm", "group_norm"),
+    *("sum", "prod", "cumsum", "cumprod", "norm", "vector_norm", "normalize", "renorm"),
+    *("dist", "cdist", "pdist", "cosine_similarity"),
+    *("exp", "expm1", "log", "log10", "log2", "log1p", "pow", "__pow__", "__rpow__", "reciprocal", "rsqrt"),
+    *("softplus", "acos", "asin", "cosh", "sinh", "tan", "erfinv"),
 }
-_CUDA |= {"norm", "vector_norm", "dist", "cdist", "pdist", "cosine_similarity", "normalize", "renorm"}
-_CUDA |= {
-    "exp",
-    "expm1",
-    "log",
-    "log10",
-    "log2",
-    "log1p",
-    "pow",
-    "__pow__",
-    "__rpow__",
-    "reciprocal",
-    "rsqrt",
-    "softplus",
-}
-_CUDA |= {"acos", "asin", "cosh", "sinh", "tan", "erfinv"}
 
 REDUCTIONS: dict[str, frozenset[str]] = {
     "cuda": frozenset(_CUDA | _LOSSES),

@@ -58,7 +58,10 @@ def check_batch(
     expect("loss_agg_mode", loss_agg_mode, AGGREGATIONS)
     expect("correction", correction, (None, *MODES))
     needed = ["tokens", "response_mask", "groups", "rewards"]
-    needed += ["log_probs"] * (correction is not None) + ["ref_log_probs"] * (kl_coef != 0)
+    if correction is not None:
+        needed.append("log_probs")
+    if kl_coef != 0:
+        needed.append("ref_log_probs")
     for key in needed:
         if batch.get(key) is None:
             raise ValueError(f"the batch has no {key!r}")

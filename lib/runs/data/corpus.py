@@ -89,8 +89,8 @@ def read_facts(folder: Path) -> dict[str, Any]:
     path = folder / ("corpus.json" if has_tokenizer(folder) else "manifest.json")
     try:
         facts = json.loads(path.read_text())
-        for name in ("vocab_size", *["held_out_tokens"] * has_tokenizer(folder)):
-            facts[name] / facts["tokens"]
+        for name in ("vocab_size", "held_out_tokens") if has_tokenizer(folder) else ("vocab_size",):
+            facts[name] / facts["tokens"]  # both are numbers, and the second is not 0
     except (ValueError, TypeError, KeyError, ZeroDivisionError) as error:
         raise ValueError(f"{path} is damaged ({error}): make the corpus again") from None
     return facts

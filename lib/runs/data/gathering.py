@@ -80,23 +80,27 @@ def unpacked(package: str, folder: Path) -> Source:
     Raises:
         RuntimeError: There is no apt, or apt cannot find or download the package; the message is apt's own.
     """
-    for command in (["apt-get", "download", "-qq", package], ["dpkg-deb", "-x", "{deb}", "tree"]):
-        debs = sorted(folder.glob("*.deb"))
-        words = [word.format(deb=debs[0] if debs else "") for word in command]
-        try:
-            done = subprocess.run(words, cwd=folder, capture_output=True, text=True)
-        except FileNotFoundError:
-            raise RuntimeError(f"package {package}: there is no {command[0]} here; expected Debian or Ubuntu") from None
-        if done.returncode:
-            why = " ".join(re.findall(r"^E: (.*)", done.stderr, re.MULTILINE)) or " ".join(done.stderr.split())
-            raise RuntimeError(f"package {package}: {' '.join(command[:2])} failed: {why}")
-    version = sorted(folder.glob("*.deb"))[0].name.split("_")[1].replace("%3a", ":")
+    _run(package, folder, "apt-get", "download", "-qq", package)
+    deb = min(folder.glob("*.deb"))
+    _run(package, folder, "dpkg-deb", "-x", str(deb), "tree")
+    version = deb.name.split("_")[1].replace("%3a", ":")
     copyright_ = folder / "tree/usr/share/doc" / package / "copyright"
     text = copyright_.read_text(errors="replace") if copyright_.exists() else ""
     named = re.findall(r"^License: *(\S[^\n]*)", text, re.MULTILINE) or [
         "".join(pair) for pair in LICENCE.findall(text)
     ]
     return Source(package, version, sorted(set(named)) or ["see the package's copyright file"])
+
+
+def _run(package: str, folder: Path, *command: str) -> None:
+    """Run a command of Debian's in the folder; its failure becomes a RuntimeError that names the package."""
+    try:
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    except FileNotFoundError:
+        raise RuntimeError(f"package {package}: there is no {command[0]} here; expected Debian or Ubuntu") from None
+    if done.returncode:
+        why = " ".join(re.findall(r"^E: (.*)", done.stderr, re.MULTILINE)) or " ".join(done.stderr.split())
+        raise RuntimeError(f"package {package}: {' '.join(command[:2])} failed: {why}")
 
 
 def files(tree: Path) -> Iterator[tuple[str, bytes]]:

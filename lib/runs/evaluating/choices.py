@@ -35,15 +35,18 @@ def answer(served: Any, questions: list[Example], options: Any, progress: Any) -
         try:
             prompts = [few_shot_prompt(questions, i, options.shots, seed=options.seed) for i in asked]
             pairs = [encode_pair(served.tokenizer.encode, context, c) for context, choices in prompts for c in choices]
-            scores = iter(loglikelihood(served.model, pairs, limit, batch_size=options.batch_size))
+            scores = loglikelihood(served.model, pairs, limit, batch_size=options.batch_size)
         except ValueError as error:
             raise UsageError(f"questions {first} to {asked[-1]}: {error}") from None
-        lengths = iter([len(continuation) for _, continuation in pairs])
+        start = 0  # of a question's choices among all pairs
         for i in asked:
             choices = questions[i]["choices"]
-            likely = [next(scores)[0] for _ in choices]
-            n_tokens, n_bytes = [next(lengths) for _ in choices], [len(c.encode()) for c in choices]
+            own = slice(start, start + len(choices))
+            likely = [score for score, *_ in scores[own]]
+            n_tokens = [len(continuation) for _, continuation in pairs[own]]
+            n_bytes = [len(choice.encode()) for choice in choices]
             picks.append(choose_answer(likely, options.normalization, n_tokens, n_bytes))
+            start = own.stop
         progress.update(len(asked))
     return picks
 
@@ -70,7 +73,7 @@ def score_choices(
     for question, pick in zip(questions, picks, strict=True):
         lines = [block(question["query"])]
         for i, choice in enumerate(question["choices"]):
-            notes = ["right"] * (i == question["gold"]) + ["taken"] * (i == pick)
+            notes = [note for note, index in (("right", question["gold"]), ("taken", pick)) if i == index]
             lines.append(f"- `{choice}`" + (f" ({', '.join(notes)})" if notes else ""))
         shown.append("\n".join(lines))
     return judge(questions, picks), shown

@@ -80,11 +80,14 @@ class FolderTemplate:
             if message["role"] != "assistant":
                 continue
             # the model will see a prompt's tokens and go on by itself, so prompt and answer are encoded apart
-            for learned, text in enumerate((self._text(messages[:i], True), self._text(messages[: i + 1], False))):
+            prompt, answered = self._text(messages[:i], True), self._text(messages[: i + 1], False)
+            for text, is_learned in ((prompt, 0), (answered, 1)):
                 if not text.startswith(done):
                     raise ValueError(f"the model's chat template writes the messages before message {i} in another way")
                 new = self.encode(text[len(done) :])
-                ids, mask, done = ids + new, mask + [learned] * len(new), text
+                ids += new
+                mask += [is_learned] * len(new)
+                done = text
         return ids, mask
 
     def prompt(self, messages: list[Message]) -> list[int]:

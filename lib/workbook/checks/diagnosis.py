@@ -16,7 +16,7 @@ from lib.workbook.grading.mistakes import Mistake, standing_in
 
 DIAGNOSIS_S = 4.0  # for all known mistakes together
 LONG_DIAGNOSIS_S = 20.0  # the same for a check that runs ranks or has a time limit of its own
-CONFIRMED_S = 0.6  # to confirm the only mistake that shows the answer's own wrong numbers
+CONFIRMED_S = 0.6  # to confirm the only mistake that shows, or is recorded with, the answer's own wrong numbers
 RUN_S = 90.0  # for one run of one check, whatever it is
 
 
@@ -87,8 +87,10 @@ def diagnose(
     trials = Trials(run, LONG_DIAGNOSIS_S if takes_long else DIAGNOSIS_S)
     later = {check.name for check in checks[checks.index(failing) + 1 :]}
     rivals = firsts.candidates(known, failing.name, first, passed | later)
-    if with_ranks and (said := firsts.only(rivals, failing.name, first)):
-        return said, ""
+    recorded = firsts.only(rivals, failing.name, first) if with_ranks or first.is_telling else ""
+    if with_ranks and recorded:
+        return recorded, ""
+    trials.hurry(recorded)
     trials.know(failing, first)
     for key, check in itertools.product(["", *firsts.first_failures(rivals)], checks):
         if check.name in passed:  # by the rivals too, or they would be ruled out
@@ -96,8 +98,9 @@ def diagnose(
     others = comparable(checks, failing)
     confirmed_by = 0 if with_ranks else min(CONFIRMED_BY, sum("ranks" not in c.fixturenames for c in others))
     run_answer, run_mistake = trials.of_answer, trials.of_mistake
+    hurry = lambda sentence: trials.hurry(sentence or recorded)
     try:
-        said = looks_like(failing, first, others, rivals, run_answer, run_mistake, confirmed_by, trials.hurry)
+        said = looks_like(failing, first, others, rivals, run_answer, run_mistake, confirmed_by, hurry)
     except TimeLimit:
         return trials.certain, "the time is over"
     return said, f"none or several of {len(rivals)} mistakes agree with it"

@@ -12,7 +12,7 @@ import re
 import textwrap
 import tokenize
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
 from types import ModuleType
@@ -23,7 +23,7 @@ from lib.workbook.book.catalog import BookError
 TOKEN = re.compile(r"\w+|[^\w\s]")
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 Token = tuple[str, int, int, int]  # text, line, first column, end
-Hunk = dict[str, Any]  # a change as it is read: its place, and the lines after each mark
+ARROW = " =>"  # between both sides of a change in one line
 
 
 @dataclass(frozen=True)
@@ -39,27 +39,44 @@ class Change:
     new: str
 
 
-def parse(text: str) -> list[tuple[str, tuple[Change, ...]]]:
-    """The mistakes of a text: the sentence of each, and its changes.
+def sections(text: str) -> Iterator[tuple[list[str], str]]:
+    """The parts of a bank's text: the exercises that a heading ``# name`` or ``# name, other`` names, and their part.
 
-    A line that begins with ``-`` is code of the reference, and one with ``+`` is what the learner wrote instead.
-    ``@@ name`` says in which definition the changes after it are. All other lines are the sentence.
+    Raises:
+        BookError: text above the first heading.
+    """
+    above, *parts = re.split(r"(?m)^# ", inspect.cleandoc(text))
+    if above.strip():
+        raise BookError(
+            f"{above.strip().splitlines()[0]!r} is above the first heading; expected a line like '# softmax'"
+        )
+    for part in parts:
+        heading, _, rest = part.partition("\n")
+        yield heading.split(", "), rest
+
+
+def parse(text: str) -> list[tuple[str, tuple[Change, ...]]]:
+    """The mistakes of an exercise: the sentence of each, and its changes.
+
+    A line that begins with ``-`` is code of the reference, and one with ``+`` is what the learner wrote instead; or
+    both are in one line, ``- code => code``. Indented lines are code that stays, above or below which the learner wrote
+    more. ``@@ name`` says in which definition the changes after it are. All other lines are the sentence.
 
     Raises:
         BookError: a sentence without a change, or a change without a sentence.
     """
-    mistakes, sentence, hunks, place = list[tuple[str, tuple[Change, ...]]](), "", list[dict[str, Any]](), ""
+    mistakes, sentence, hunks, place = list[tuple[str, tuple[Change, ...]]](), "", list[Hunk](), ""
     for line in [*inspect.cleandoc(text).splitlines(), ""]:
-        mark, rest = line[:1], line[2:]
-        if mark in ("-", "+") and line[1:2] in ("", " "):
-            if not hunks or hunks[-1]["place"] != place or (mark == "-" and hunks[-1]["+"] is not None):
-                hunks.append({"place": place, "-": None, "+": None})
-            hunks[-1][mark] = [*(hunks[-1][mark] or []), rest]
+        mark, code = line[:2].ljust(2), line[2:]
+        if mark in ("- ", "+ ", "  ") and line.strip():
+            if not hunks or hunks[-1].place != place or hunks[-1].ends_before(mark):
+                hunks.append(Hunk(place))
+            hunks[-1].add(mark, code)
         elif line.startswith("@@"):
             place = line[2:].strip()
         else:
             if hunks:
-                mistakes.append((_named(sentence, hunks), tuple(map(_change, hunks))))
+                mistakes.append((_named(sentence, hunks), tuple(hunk.change() for hunk in hunks)))
                 sentence, hunks, place = "", [], ""
             sentence = f"{sentence} {line.strip()}".strip()
     if sentence:
@@ -67,14 +84,35 @@ def parse(text: str) -> list[tuple[str, tuple[Change, ...]]]:
     return mistakes
 
 
+@dataclass
+class Hunk:
+    """A change as it is read: its place, and the lines of both sides."""
+
+    place: str
+    old: list[str] = field(default_factory=list)
+    new: list[str] = field(default_factory=list)
+    last: str = ""
+
+    def ends_before(self, mark: str) -> bool:
+        """Whether a line with this mark begins the next change."""
+        return self.last == ARROW or (bool(self.old) and self.last == "+ " and mark != "+ ")
+
+    def add(self, mark: str, code: str) -> None:
+        old, arrow, new = code.partition(ARROW) if mark == "- " else (code, "", code)
+        if mark != "+ ":
+            self.old.append(old)
+        if mark != "- " or arrow:
+            self.new.append(new.removeprefix(" ") if arrow else new)
+        self.last = arrow or mark
+
+    def change(self) -> Change:
+        return Change(self.place, "\n".join(self.old), "\n".join(self.new))
+
+
 def _named(sentence: str, hunks: list[Hunk]) -> str:
     if not sentence:
-        raise BookError(f"the change {hunks[0]['+'] or hunks[0]['-']} has no sentence above it")
+        raise BookError(f"the change {hunks[0].new or hunks[0].old} has no sentence above it")
     return sentence
-
-
-def _change(hunk: Hunk) -> Change:
-    return Change(hunk["place"], "\n".join(hunk["-"] or ()), "\n".join(hunk["+"] or ()))
 
 
 # ---- the reference's source ------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from lib.workbook.book.catalog import BookError, Chapter, Exercise, chapters
-from lib.workbook.grading.changes import Change, build, parse
+from lib.workbook.grading.changes import Change, build, parse, sections
 
 MISTAKE = "WORKBOOK_MISTAKE"
 IDLE = "changes nothing"
@@ -76,21 +76,23 @@ def mistake(name: str, sentence: str) -> Callable[[T], T]:
     return register
 
 
-def edits(name: str, text: str) -> None:
-    """Wrong answers to exercise ``name``, each a sentence and an edit of the reference.
+def edits(text: str) -> None:
+    """Wrong answers to the exercises of a chapter, each a sentence and an edit of the reference.
 
     Args:
-        name: The graded name.
-        text: For each mistake its sentence, then what stands in the reference after ``-`` and what the learner wrote
-            instead after ``+``. `lib.workbook.grading.changes.parse` says the rest.
+        text: ``# name`` for each exercise; below it for each mistake its sentence, and what stands in the reference
+            before ``=>`` and what the learner wrote instead after it. `lib.workbook.grading.changes.parse` says the
+            rest.
     """
     bank = sys._getframe(1).f_globals
-    try:
-        parsed = parse(text)
-    except BookError as error:
-        raise BookError(f"{bank['__file__']}: {name}: {error}") from None
-    for sentence, changes in parsed:
-        _register(bank, name, sentence, lambda known, changes=changes: _edited(known, changes))
+    for names, part in sections(text):
+        try:
+            parsed = parse(part)
+        except BookError as error:
+            raise BookError(f"{bank['__file__']}: {', '.join(names)}: {error}") from None
+        for name in names:
+            for sentence, changes in parsed:
+                _register(bank, name, sentence, lambda known, changes=changes: _edited(known, changes))
 
 
 def _register(bank: dict[str, Any], name: str, sentence: str, make: Callable[[Mistake], dict[str, Any]]) -> None:

@@ -29,367 +29,118 @@ EXERCISES = all_exercises()
 by_chapter = pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda c: c.module)
 by_exercise = pytest.mark.parametrize("exercise", EXERCISES, ids=lambda e: f"{e.number}-{e.name}")
 CONTRACT = {
-    "tokenization": ["WordTokenizer", "count_pairs", "merge_pair", "train_bpe", "BPETokenizer", "embed"],
-    "rope": [
-        "rope_frequencies",
-        "rotation_matrix",
-        "precompute_rope",
-        "apply_rope",
-        "interleaved_to_half",
-        "half_to_interleaved",
-        "interpolate_positions",
-    ],
-    "attention": [
-        "softmax",
-        "causal_mask",
-        "scaled_dot_product_attention",
-        "split_heads",
-        "merge_heads",
-        "repeat_kv",
-        "KVCache",
-        "MultiHeadAttention",
-    ],
-    "llama": [
-        "RMSNorm",
-        "swiglu_hidden_dim",
-        "SwiGLU",
-        "TransformerBlock",
-        "Llama",
-        "count_parameters",
-        "inference_memory_gb",
-        "kv_cache_bytes",
-        "convert_hf_state_dict",
-        "sample_next",
-        "generate",
-    ],
-    "vit": [
-        "patchify_unfold",
-        "patchify_einops",
-        "unpatchify",
-        "conv_from_linear",
-        "ImageEmbeddings",
-        "EncoderAttention",
-        "MLP",
-        "ViTBlock",
-        "VisionTransformer",
-        "count_parameters",
-        "convert_hf_state_dict",
-        "convert_timm_state_dict",
-        "resize_positions",
-    ],
-    "gpt2": [
-        "layer_norm",
-        "gelu_tanh",
-        "CausalSelfAttention",
-        "MLP",
-        "Block",
-        "GPT2",
-        "init_weights",
-        "count_parameters",
-        "convert_hf_state_dict",
-        "pad_vocab",
-        "load_pretrained",
-    ],
-    "training": [
-        "cross_entropy",
-        "AdamW",
-        "cosine_schedule",
-        "clip_gradient_norm_",
-        "parameter_groups",
-        "TokenBatches",
-        "accumulate_gradients",
-        "save_checkpoint",
-        "load_checkpoint",
-        "hours_per_epoch",
-    ],
-    "speed": [
-        "benchmark",
-        "matmul_flops",
-        "attention_flops",
-        "training_flops_per_token",
-        "vit_training_flops_per_image",
-        "mfu",
-        "roofline_seconds",
-        "saved_activation_bytes",
-        "attention_activation_bytes",
-        "profile_step",
-        "memory_timeline",
-    ],
-    "mpi": [
-        "scatter_scale_average",
-        "ring_all_reduce",
-        "tree_broadcast",
-        "all_reduce_seconds",
-        "average_gradients_mpi",
-    ],
-    "ddp": [
-        "shard_indices",
-        "broadcast_parameters",
-        "average_gradients",
-        "average_gradients_flat",
-        "OverlapDDP",
-        "BucketedDDP",
-        "ddp_overhead_seconds",
-        "optimal_bucket_bytes",
-    ],
-    "amp": [
-        "FloatFormat",
-        "round_to_format",
-        "accumulate",
-        "GradScaler",
-        "autocast_dtypes",
-        "MiniAutocast",
-    ],
-    "fsdp": [
-        "shard",
-        "unshard",
-        "ShardedOptimizer",
-        "reduce_scatter_gradients",
-        "FlatShard",
-        "FullySharded",
-        "clip_sharded_gradient_norm_",
-        "memory_per_device",
-        "apply_fully_shard",
-        "save_sharded",
-        "load_sharded",
-    ],
-    "tensor_parallel": [
-        "partitioned_dot",
-        "matmul_outer",
-        "matmul_inner",
-        "CopyToRegion",
-        "ReduceFromRegion",
-        "ColumnParallelLinear",
-        "RowParallelLinear",
-        "ParallelMLP",
-        "ParallelAttention",
-        "vocab_parallel_cross_entropy",
-        "llama_plan",
-        "ffn_partition_specs",
-        "tensor_parallel_bytes",
-        "pipeline_bubble",
-    ],
-    "triton_kernels": ["vector_add", "weighted_sum", "softmax_rows", "matmul", "rms_norm"],
-    "flash_attention": [
-        "attention_io_bytes",
-        "online_softmax_update",
-        "FlashAttentionTorch",
-        "flash_backward",
-        "flash_forward_kernel",
-        "flash_backward_dq_kernel",
-        "flash_backward_dkdv_kernel",
-        "FlashAttentionTriton",
-        "flash_attention",
-    ],
-    "scaling": [
-        "training_memory_bytes",
-        "fsdp_memory_bytes",
-        "min_fsdp_devices",
-        "compute_bound_batch",
-        "choose_gpu",
-        "epoch_cost",
-        "local_sgd_step",
-        "layout_costs",
-        "plan",
-    ],
-    "pipeline": [
-        "partition_layers",
-        "gpipe_schedule",
-        "one_f_one_b_schedule",
-        "interleaved_schedule",
-        "zero_bubble_schedule",
-        "DeferredLinear",
-        "simulate",
-        "checkpoint",
-        "PipelineStage",
-        "timetable",
-        "run_schedule",
-    ],
-    "context_parallel": [
-        "GatherSequence",
-        "ScatterSequence",
-        "SequenceParallelBlock",
-        "heads_to_sequence",
-        "sequence_to_heads",
-        "ulysses_attention",
-        "merge_attention",
-        "zigzag_indices",
-        "zigzag_shard",
-        "zigzag_gather",
-        "ring_block",
-        "ring_attention",
-        "context_parallel_bytes",
-        "hidden_length",
-    ],
-    "moe": [
-        "top_k_router",
-        "load_balancing_loss",
-        "router_z_loss",
-        "sort_by_expert",
-        "grouped_matmul_kernel",
-        "grouped_matmul",
-        "capacity_mask",
-        "update_router_bias",
-        "MoE",
-        "convert_hf_state_dict",
-        "dispatch",
-        "combine",
-        "ExpertParallelMoE",
-        "moe_parameters",
-    ],
-    "low_precision": [
-        "absmax_scale",
-        "quantize",
-        "dequantize",
-        "quantization_error",
-        "scaled_matmul",
-        "DelayedScale",
-        "Float8Linear",
-        "mx_quantize",
-        "quantize_int4",
-        "pack_int4",
-        "unpack_int4",
-        "int4_matmul_kernel",
-        "Int4Linear",
-        "gptq",
-    ],
-    "serving": [
-        "decode_seconds",
-        "compute_bound_decode_batch",
-        "BlockAllocator",
-        "PagedCache",
-        "paged_attention",
-        "PrefixTree",
-        "Scheduler",
-        "Engine",
-        "generate_many",
-        "speculative_step",
-        "expected_tokens",
-        "fill_static_inputs",
-    ],
-    "scaling_laws": [
-        "fit_power_law",
-        "bootstrap",
-        "learning_curve_prediction",
-        "wsd_schedule",
-        "fit_parametric",
-        "isoflop_minimum",
-        "compute_optimal",
-        "critical_batch_size",
-        "mup_multipliers",
-    ],
-    "attention_variants": [
-        "qk_norm",
-        "grouped_attention",
-        "llama3_frequencies",
-        "yarn_frequencies",
-        "apply_partial_rope",
-        "sliding_window_mask",
-        "RollingKVCache",
-        "CausalAttention",
-        "LatentCache",
-        "MultiHeadLatentAttention",
-        "hybrid_layer_types",
-        "cache_bytes",
-        "variant_flops",
-        "packed_positions",
-        "document_mask",
-        "varlen_attention",
-        "flash_window_forward",
-        "flash_window_kernel",
-    ],
-    "linear_attention": [
-        "linear_attention_recurrent",
-        "linear_attention_chunked",
-        "delta_rule_recurrent",
-        "wy_representation",
-        "delta_rule_chunked",
-        "short_convolution",
-        "GatedDeltaNet",
-        "hybrid_cache_bytes",
-        "crossing_length",
-        "scan_states",
-        "sequence_parallel_linear_attention",
-        "chunk_linear_attention",
-    ],
-    "optimizers": [
-        "steepest_direction",
-        "Lion",
-        "Adafactor",
-        "quantize_blockwise",
-        "dequantize_blockwise",
-        "AdamW8bit",
-        "newton_schulz",
-        "singular_values_after",
-        "newton_schulz_flops",
-        "Muon",
-        "split_parameters",
-        "optimizer_state_bytes",
-        "assign_owners",
-        "ShardedMuon",
-    ],
-    "data": [
-        "extract_text",
-        "gopher_quality",
-        "c4_clean",
-        "mask_pii",
-        "normalize",
-        "deduplicate_lines",
-        "minhash_signature",
-        "near_duplicates",
-        "contaminated_spans",
-        "QualityClassifier",
-        "plan_mixture",
-        "pack_documents",
-        "write_shards",
-        "shuffled_index",
-        "ShardReader",
-    ],
-    "evaluation": [
-        "rolling_windows",
-        "bits_per_byte",
-        "encode_pair",
-        "loglikelihood",
-        "choose_answer",
-        "few_shot_prompt",
-        "wilson_interval",
-        "paired_difference",
-        "core_score",
-        "extract_answer",
-        "pass_at_k",
-        "expected_calibration_error",
-        "contaminated_share",
-    ],
-    "finetuning": [
-        "render_chat",
-        "pack_conversations",
-        "packed_mask",
-        "masked_cross_entropy",
-        "accumulate_masked",
-        "LoRALinear",
-        "add_lora",
-        "lora_parameters",
-        "nf4_quantize",
-        "nf4_dequantize",
-        "NF4Linear",
-        "finetuning_memory_bytes",
-        "sequence_log_probs",
-        "dpo_loss",
-        "kl_penalty",
-    ],
-    "rewards": [
-        "score_response",
-        "check_countdown",
-        "group_advantages",
-        "token_log_probs",
-        "policy_loss",
-        "importance_weights",
-        "agg_loss",
-        "sample_groups",
-        "StalenessGate",
-        "grpo_step",
-    ],
+    "tokenization": "WordTokenizer count_pairs merge_pair train_bpe BPETokenizer embed",
+    "rope": """
+        rope_frequencies rotation_matrix precompute_rope apply_rope interleaved_to_half half_to_interleaved
+        interpolate_positions
+    """,
+    "attention": """
+        softmax causal_mask scaled_dot_product_attention split_heads merge_heads repeat_kv KVCache
+        MultiHeadAttention
+    """,
+    "llama": """
+        RMSNorm swiglu_hidden_dim SwiGLU TransformerBlock Llama count_parameters inference_memory_gb kv_cache_bytes
+        convert_hf_state_dict sample_next generate
+    """,
+    "vit": """
+        patchify_unfold patchify_einops unpatchify conv_from_linear ImageEmbeddings EncoderAttention MLP ViTBlock
+        VisionTransformer count_parameters convert_hf_state_dict convert_timm_state_dict resize_positions
+    """,
+    "gpt2": """
+        layer_norm gelu_tanh CausalSelfAttention MLP Block GPT2 init_weights count_parameters convert_hf_state_dict
+        pad_vocab load_pretrained
+    """,
+    "training": """
+        cross_entropy AdamW cosine_schedule clip_gradient_norm_ parameter_groups TokenBatches accumulate_gradients
+        save_checkpoint load_checkpoint hours_per_epoch
+    """,
+    "speed": """
+        benchmark matmul_flops attention_flops training_flops_per_token vit_training_flops_per_image mfu
+        roofline_seconds saved_activation_bytes attention_activation_bytes profile_step memory_timeline
+    """,
+    "mpi": "scatter_scale_average ring_all_reduce tree_broadcast all_reduce_seconds average_gradients_mpi",
+    "ddp": """
+        shard_indices broadcast_parameters average_gradients average_gradients_flat OverlapDDP BucketedDDP
+        ddp_overhead_seconds optimal_bucket_bytes
+    """,
+    "amp": "FloatFormat round_to_format accumulate GradScaler autocast_dtypes MiniAutocast",
+    "fsdp": """
+        shard unshard ShardedOptimizer reduce_scatter_gradients FlatShard FullySharded clip_sharded_gradient_norm_
+        memory_per_device apply_fully_shard save_sharded load_sharded
+    """,
+    "tensor_parallel": """
+        partitioned_dot matmul_outer matmul_inner CopyToRegion ReduceFromRegion ColumnParallelLinear
+        RowParallelLinear ParallelMLP ParallelAttention vocab_parallel_cross_entropy llama_plan ffn_partition_specs
+        tensor_parallel_bytes pipeline_bubble
+    """,
+    "triton_kernels": "vector_add weighted_sum softmax_rows matmul rms_norm",
+    "flash_attention": """
+        attention_io_bytes online_softmax_update FlashAttentionTorch flash_backward flash_forward_kernel
+        flash_backward_dq_kernel flash_backward_dkdv_kernel FlashAttentionTriton flash_attention
+    """,
+    "scaling": """
+        training_memory_bytes fsdp_memory_bytes min_fsdp_devices compute_bound_batch choose_gpu epoch_cost
+        local_sgd_step layout_costs plan
+    """,
+    "pipeline": """
+        partition_layers gpipe_schedule one_f_one_b_schedule interleaved_schedule zero_bubble_schedule
+        DeferredLinear simulate checkpoint PipelineStage timetable run_schedule
+    """,
+    "context_parallel": """
+        GatherSequence ScatterSequence SequenceParallelBlock heads_to_sequence sequence_to_heads ulysses_attention
+        merge_attention zigzag_indices zigzag_shard zigzag_gather ring_block ring_attention context_parallel_bytes
+        hidden_length
+    """,
+    "moe": """
+        top_k_router load_balancing_loss router_z_loss sort_by_expert grouped_matmul_kernel grouped_matmul
+        capacity_mask update_router_bias MoE convert_hf_state_dict dispatch combine ExpertParallelMoE moe_parameters
+    """,
+    "low_precision": """
+        absmax_scale quantize dequantize quantization_error scaled_matmul DelayedScale Float8Linear mx_quantize
+        quantize_int4 pack_int4 unpack_int4 int4_matmul_kernel Int4Linear gptq
+    """,
+    "serving": """
+        decode_seconds compute_bound_decode_batch BlockAllocator PagedCache paged_attention PrefixTree Scheduler
+        Engine generate_many speculative_step expected_tokens fill_static_inputs
+    """,
+    "scaling_laws": """
+        fit_power_law bootstrap learning_curve_prediction wsd_schedule fit_parametric isoflop_minimum
+        compute_optimal critical_batch_size mup_multipliers
+    """,
+    "attention_variants": """
+        qk_norm grouped_attention llama3_frequencies yarn_frequencies apply_partial_rope sliding_window_mask
+        RollingKVCache CausalAttention LatentCache MultiHeadLatentAttention hybrid_layer_types cache_bytes
+        variant_flops packed_positions document_mask varlen_attention flash_window_forward flash_window_kernel
+    """,
+    "linear_attention": """
+        linear_attention_recurrent linear_attention_chunked delta_rule_recurrent wy_representation
+        delta_rule_chunked short_convolution GatedDeltaNet hybrid_cache_bytes crossing_length scan_states
+        sequence_parallel_linear_attention chunk_linear_attention
+    """,
+    "optimizers": """
+        steepest_direction Lion Adafactor quantize_blockwise dequantize_blockwise AdamW8bit newton_schulz
+        singular_values_after newton_schulz_flops Muon split_parameters optimizer_state_bytes assign_owners
+        ShardedMuon
+    """,
+    "data": """
+        extract_text gopher_quality c4_clean mask_pii normalize deduplicate_lines minhash_signature near_duplicates
+        contaminated_spans QualityClassifier plan_mixture pack_documents write_shards shuffled_index ShardReader
+    """,
+    "evaluation": """
+        rolling_windows bits_per_byte encode_pair loglikelihood choose_answer few_shot_prompt wilson_interval
+        paired_difference core_score extract_answer pass_at_k expected_calibration_error contaminated_share
+    """,
+    "finetuning": """
+        render_chat pack_conversations packed_mask masked_cross_entropy accumulate_masked LoRALinear add_lora
+        lora_parameters nf4_quantize nf4_dequantize NF4Linear finetuning_memory_bytes sequence_log_probs dpo_loss
+        kl_penalty
+    """,
+    "rewards": """
+        score_response check_countdown group_advantages token_log_probs policy_loss importance_weights agg_loss
+        sample_groups StalenessGate grpo_step
+    """,
 }
+"""The graded names of each chapter. Answers and other chapters use them, so they stay as they are."""
 
 
 def test_every_page_of_the_book_is_there_and_every_chapter_is_in_the_book():
@@ -407,7 +158,9 @@ def test_every_reference_is_a_chapter():
 @by_chapter
 def test_the_graded_names_are_the_contracts(chapter):
     names = [e.name for e in chapter.exercises]
-    assert sorted(names) == sorted(CONTRACT[chapter.module]), "CONTRACT lists the graded names: add a new one there"
+    assert sorted(names) == sorted(CONTRACT[chapter.module].split()), (
+        "CONTRACT lists the graded names: add a new one there"
+    )
     numbers = [e.number for e in chapter.exercises]
     assert numbers == [f"{chapter.number}.{i}" for i in range(1, len(numbers) + 1)]
 
@@ -524,15 +277,6 @@ def test_selecting_one_exercise_by_k_selects_no_other(chapter):
 def test_no_test_reads_a_clock(chapter):
     text = "".join(path.read_text() for path in chapter.tests.glob("*.py"))
     assert not re.search(r"perf_counter|time\.time\(|monotonic|timeit", text)
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "chapters").glob("*.md")), ids=lambda p: p.name)
-def test_chapters_are_in_canonical_form(path, tmp_path):
-    canonical = tmp_path / path.name
-    jupytext = [sys.executable, "-m", "jupytext", "--to", "md:myst", "--output", str(canonical), str(path)]
-    done = subprocess.run(jupytext, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    assert canonical.read_text() == path.read_text(), f"run: jupytext --to md:myst --output {path} {path}"
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "chapters").glob("*.md")), ids=lambda p: p.name)

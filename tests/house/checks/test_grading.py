@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from lib.workbook.book.catalog import BookError
+from lib.workbook.checks import diagnosis
 from lib.workbook.checks.alarm import TimeLimit
 from lib.workbook.checks.diagnosis import Trials, diagnose
 from lib.workbook.grading import Wrong, expect_close, expect_equal, expect_raises, expect_true, firsts, graded
@@ -251,6 +252,24 @@ def test_on_ranks_a_mistake_is_named_without_a_run(monkeypatch):
     assert said("ranks") == "a"
     with pytest.raises(RuntimeError, match="a run"):
         said()
+
+
+@pytest.mark.parametrize("is_telling", [True, False])
+def test_a_mistake_that_the_record_knows_is_named_when_its_run_takes_too_long(monkeypatch, is_telling):
+    """But not by an exception, which says less than the answer's own numbers."""
+    known = [Mistake("rope", "f", "a", "tests.chapter_02.mistakes:f:a", lambda: {})]
+    seen = failed(torch.ones(3)) if is_telling else Outcome(ValueError("one"), "n=3")
+    monkeypatch.setattr(firsts, "recorded", lambda module: {"f": {"test_1": {"a": sketch(seen)}}})
+    monkeypatch.setattr(diagnosis, "DIAGNOSIS_S", 0.1)
+    monkeypatch.setattr(diagnosis, "CONFIRMED_S", 0.02)
+
+    def run(check: pytest.Function) -> Outcome:
+        time.sleep(0.2)
+        return Outcome(TimeLimit("over"))
+
+    found = SimpleNamespace(name="test_1", nodeid="x", fixturenames=(), get_closest_marker=lambda name: None)
+    check = cast(pytest.Function, found)
+    assert diagnose(check, seen, [check], set(), known, run)[0] == ("a" if is_telling else "")
 
 
 def test_a_sentence_is_certain_once_one_mistake_alone_agrees():

@@ -9,7 +9,7 @@ import pytest
 
 from lib.workbook.book.catalog import BookError, chapters
 from lib.workbook.grading import mistakes_of
-from lib.workbook.grading.changes import Change, build, parse
+from lib.workbook.grading.changes import Change, build, parse, sections
 
 SOURCE = '''
 _TWO = 2
@@ -69,8 +69,9 @@ def test_a_text_is_sentences_and_changes():
     text = """
         squared, and
         not doubled
-        - x * 2
-        + x * x
+        - x * 2 => x * x
+        the sign is lost
+        - -x =>
         two changes
         - a
         - b
@@ -85,16 +86,48 @@ def test_a_text_is_sentences_and_changes():
     """
     assert parse(text) == [
         ("squared, and not doubled", (Change("", "x * 2", "x * x"),)),
+        ("the sign is lost", (Change("", "-x", ""),)),
         ("two changes", (Change("", "a\nb", ""), Change("add", "c", "if d:\n    e"))),
         ("another body", (Change("", "", "return 0"),)),
     ]
 
 
-def test_a_sentence_and_a_change_need_each_other():
+@pytest.mark.parametrize(
+    ("lines", "changes"),
+    [
+        (["+ x", "  a"], [("a", "x\na")]),
+        (["  a", "  if b:", "+     x"], [("a\nif b:", "a\nif b:\n    x")]),
+        (["  a", "+ x", "  b", "+ y"], [("a", "a\nx"), ("b", "b\ny")]),
+        (["- a => x", "+ y", "  b"], [("a", "x"), ("b", "y\nb")]),
+    ],
+    ids=["above", "below", "twice", "after a line"],
+)
+def test_indented_code_stays(lines, changes):
+    [(_, found)] = parse("\n".join(["a sentence", *lines]))
+    assert [(change.old, change.new) for change in found] == changes
+
+
+def test_a_heading_names_one_exercise_or_several():
+    text = """
+        # double
+        squared
+        - x * 2 => x * x
+
+        # halves, quarters
+        nothing
+        + return x
+    """
+    found = [(names, [sentence for sentence, _ in parse(part)]) for names, part in sections(text)]
+    assert found == [(["double"], ["squared"]), (["halves", "quarters"], ["nothing"])]
+
+
+def test_what_stands_alone_is_refused():
     with pytest.raises(BookError, match="'squared' has no line with - or \\+"):
         parse("squared")
     with pytest.raises(BookError, match=r"'x \* x'.*has no sentence above it"):
         parse("- x * 2\n+ x * x")
+    with pytest.raises(BookError, match="'squared' is above the first heading"):
+        list(sections("squared\n+ return x * x"))
 
 
 def test_one_expression_is_replaced_and_the_rest_is_the_references():

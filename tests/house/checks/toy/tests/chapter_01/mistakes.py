@@ -19,11 +19,8 @@ class Forgets(reference.Tally):
         return self.n
 
 
-edits(
-    "halves",
-    """
-    whole division
-    - x / 2
-    + x // 2
-    """,
-)
+edits("""
+# halves
+whole division
+- x / 2 => x // 2
+""")

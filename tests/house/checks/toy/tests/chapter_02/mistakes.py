@@ -1,10 +1,7 @@
 from lib.workbook.grading import edits
 
-edits(
-    "quadruple",
-    """
-    doubled once only
-    - double(double(x))
-    + double(x)
-    """,
-)
+edits("""
+# quadruple
+doubled once only
+- double(double(x)) => double(x)
+""")
