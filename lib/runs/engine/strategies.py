@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lib.ddp import BucketedDDP, average_gradients_flat
+from lib.fast.copies import CopyDDP, share_a_host
 from lib.fsdp import FullySharded, apply_fully_shard, clip_sharded_gradient_norm_, shard
 from lib.given.parallel.sharding import all_gather_row
 from lib.runs.engine.mesh import Mesh
@@ -23,6 +24,7 @@ from lib.runs.engine.options import Options
 from lib.runs.engine.stages import units_of
 from lib.runs.engine.strategy import Strategy
 from lib.runs.engine.tasks import Loss
+from lib.runs.flags import UsageError
 
 
 class Copied(Strategy):
@@ -46,7 +48,9 @@ class Replicated(Strategy):
 
     def wrap(self, loss: Loss) -> nn.Module:
         if self.options.ours:
-            return BucketedDDP(loss, self.options.bucket_mb)
+            by_copies = takes_copies(self.options, loss)
+            self.opening = f"gradients are averaged by {'copies between GPUs' if by_copies else 'collectives'}"
+            return (CopyDDP if by_copies else BucketedDDP)(loss, self.options.bucket_mb)
         devices = [loss.device] if loss.device.type == "cuda" else None
         settings: dict[str, Any] = {"bucket_cap_mb": self.options.bucket_mb, "gradient_as_bucket_view": True}
         return DistributedDataParallel(loss, device_ids=devices, **settings)
@@ -57,6 +61,23 @@ class Replicated(Strategy):
     def finish(self) -> None:
         if self.options.ours:
             self.call.finish_gradient_synchronization()
+
+
+def takes_copies(options: Options, loss: Loss) -> bool:
+    """Whether copy engines average the gradients; all ranks return the same.
+
+    Raises:
+        UsageError: they were asked for and cannot.
+    """
+    if options.averaging == "collectives":
+        return False
+    found = share_a_host(loss.device) and all(p.dtype == torch.float32 for p in loss.parameters() if p.requires_grad)
+    if options.averaging == "copies" and not found:
+        raise UsageError(
+            "--averaging copies: not every rank's GPU can read the memory of all others, or a parameter is not "
+            "float32; expected the GPUs of one host, all visible to each rank, or --averaging collectives"
+        )
+    return found
 
 
 class HybridSharded(FullySharded):

@@ -35,7 +35,10 @@ class Strategy:
         cuts: How parameters are divided along the tensor axis, and experts along theirs.
         balance: Keeps the experts of mixtures equally busy; None for a dense model.
         tied: Names of the parameters on this stage that both the first stage and the last one have.
+        opening: What the program says before the first step; empty if there is nothing to say.
     """
+
+    opening = ""
 
     def __init__(self, options: Options, loss: Loss, mesh: Mesh):
         self.options, self.model, self.loss, self.mesh = options, loss.model, loss, mesh
