@@ -47,9 +47,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lib.bench.kit import machine, record, seconds_of, slowest, spawn, spread, wait_for
 from lib.bench.ladder import N_IMAGES, PEAK_FLOPS, Rung, ViTTask, flops_per_item, set_tf32
-from lib.fast.copies import CopyDDP, InTurn
 from lib.bench.yardstick.replicas import RowViT, train_step
 from lib.ddp import OverlapDDP
+from lib.fast.copies import CopyDDP, InTurn
 from lib.fast.models import ATTENTIONS, capture
 from lib.fast.models import Path as FastPath
 from lib.fsdp import FullySharded

@@ -58,9 +58,9 @@ from lib.bench.ddp import covered, merged
 from lib.bench.kit import record, seconds_of, slowest, spawn, spread, wait_for
 from lib.bench.ladder import Rung, set_tf32
 from lib.bench.yardstick.compare import LR, MOMENTUM, N_WARMUP, Cell, PlainTask, cells_of, our_parts, path_of, sgd
-from lib.fast.copies import CopyDDP, InTurn, Places, allocate_shared, in_peers_memory
 from lib.bench.yardstick.replicas import train_step
 from lib.ddp import OverlapDDP, average_gradients
+from lib.fast.copies import CopyDDP, InTurn, Places, allocate_shared, in_peers_memory
 from lib.fast.models import capture
 from lib.given.data.record import MEASUREMENTS, load
 from lib.runs.flags import ProgramParser, positive, whole
