@@ -142,6 +142,15 @@ def test_gpus_train_as_with_collectives(tmp_path):
             assert torch.equal(weights, every[0][name]), f"{name}: ranks differ"
 
 
+@pytest.mark.gpu
+@needs_two
+@pytest.mark.time_limit(120)
+def test_a_rank_that_is_gone_is_missed(tmp_path):
+    spawn(yardstick_programs.leave_the_others, "nccl", torch.cuda.device_count(), tmp_path, limit_s=100)
+    for path in tmp_path.iterdir():
+        assert "another rank has not come to average gradients for 3 s" in path.read_text(), path
+
+
 def test_each_bucket_is_updated_when_its_means_are_there():
     first, second = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
     seen = []
