@@ -223,10 +223,10 @@ class Run:
         o = self.options
         if o.graph:
             self.record_graph()
-        log = Log(o, self.task, self.device, self.world.size, self.begin, self.world.rank == 0, self.wandb_id)
-        self.wandb_id = log.wandb_id
         if self.strategy.opening and self.world.rank == 0 and not o.quiet:
             print(self.strategy.opening, file=sys.stderr, flush=True)
+        log = Log(o, self.task, self.device, self.world.size, self.begin, self.world.rank == 0, self.wandb_id)
+        self.wandb_id = log.wandb_id
         done = self.begin
         try:
             with Signals() as signals:

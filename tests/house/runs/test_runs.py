@@ -130,6 +130,24 @@ def test_flat_shards_decay_where_a_whole_model_does_and_keep_nothing_for_it(tmp_
 
 
 @pytest.mark.time_limit(100)
+def test_copies_average_gradients_as_collectives_do(tmp_path):
+    """Bit by bit, because two numbers have one sum."""
+    begun = f"{VIT} --strategy ddp --bucket-mb 0.02"
+    ways = [f"{begun} --accumulate 2 --clip 0.1", f"{GPT2} --strategy ddp --optimizer muon --bucket-mb 0.01"]
+    halves = [f"{begun} --steps 2 --checkpoint {tmp_path}/CK", f"{begun} --checkpoint {tmp_path}/CK"]
+    commands = [f"{command} --log {tmp_path}/WAY{i}" for i, command in enumerate([*ways, *halves])]
+    for way, program, *more in (
+        ("collectives", programs.run_all),
+        ("copies", programs.run_by_copies, f"{tmp_path}/memory"),
+    ):
+        named = [f"{c} --averaging {way}".replace("WAY", way).replace("CK", f"ck_{way}") for c in commands]
+        on_ranks(program, named, *more)
+    for i in (0, 1, 3):
+        assert curve(tmp_path / f"copies{i}") == curve(tmp_path / f"collectives{i}"), commands[i]
+    assert list(curve(tmp_path / "copies3")) == [2, 3]
+
+
+@pytest.mark.time_limit(100)
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler looks at it
 def test_a_compiled_block_is_not_cut_where_ddp_has_a_full_bucket(tmp_path):
     command = f"{VIT} --strategy ddp --engine torch --bucket-mb 0.05"
@@ -352,6 +370,7 @@ def refused(capsys, command: str, *words: str) -> None:
         ("vit --strategy ddp --engine torch --compile whole --bucket-mb 0.5", ("--bucket-mb 0.5", "blocks")),
         ("vit --graph --device cpu", ("--graph", "CUDA")),
         ("vit --graph --strategy fsdp", ("--graph", "fsdp", "ddp")),
+        ("vit --averaging copies --strategy fsdp", ("--averaging copies with --strategy fsdp", "ddp")),
         ("vit --graph --precision float16", ("--graph", "float16", "bf16")),
         ("vit --graph --optimizer ours", ("--graph", "--optimizer ours", "adamw")),
         ("vit --attention flash", ("--attention flash", "float32", "bf16")),
