@@ -371,7 +371,7 @@ def refused(capsys, command: str, *words: str) -> None:
         ("vit --strategy ddp --engine torch --compile whole --bucket-mb 0.5", ("--bucket-mb 0.5", "blocks")),
         ("vit --graph --device cpu", ("--graph", "CUDA")),
         ("vit --graph --strategy fsdp", ("--graph", "fsdp", "ddp")),
-        ("vit --averaging copies --strategy fsdp", ("--averaging copies with --strategy fsdp", "ddp")),
+        ("vit --averaging copies --strategy tp", ("--averaging copies with --strategy tp", "ddp or fsdp")),
         ("vit --graph --precision float16", ("--graph", "float16", "bf16")),
         ("vit --graph --optimizer ours", ("--graph", "--optimizer ours", "adamw")),
         ("vit --attention flash", ("--attention flash", "float32", "bf16")),
