@@ -251,7 +251,8 @@ def start_runs(options: argparse.Namespace, batch: int, device: torch.device) ->
         began = time.perf_counter()
         made[name] = run = make_run(f"{TINY_RUN if options.tiny else RUN} {flags}", batch, device)
         if name == "in step":
-            run.strategy.call.is_paused = True
+            run.strategy.in_turn = False
+            run.strategy.micro_step = lambda is_last, run=run: run.strategy.call.no_sync()  # type: ignore[method-assign]
             run.strategy.finish = lambda: None  # type: ignore[method-assign]
         run.set_lr(0)
         if run.options.graph:
@@ -269,13 +270,15 @@ def measure_runs(rank: int, device: torch.device, options: argparse.Namespace) -
     for batch in map(int, options.runs.split(",")):
         runs = start_runs(options, batch, device)
         takes = {name: partial(take_step, run) for name, run in runs.items()}
-        n_steps = 2 if options.tiny else max(4, 320 // batch)
+        n_steps = 2 if options.tiny else max(4, 160 // batch)
         times = in_turns(takes, partial(of_this_rank, device=device, n=n_steps), options.rounds, 1)
         every: list = [None] * dist.get_world_size()
         dist.all_gather_object(every, times)
         task = next(iter(runs.values())).task
         found: dict = {"batch": batch, "tokens_per_row": task.per_row, "flops_per_token": task.flops_per_item}
         found["step_values_s"] = {name: [of_rank[name] for of_rank in every] for name in times}
+        if rank == 0:
+            write_runs(found, options.folder)  # early, so that a time-out keeps them
         found["trace"] = {name: trace(take, device) for name, take in takes.items()}
         if rank == 0:
             write_runs(found, options.folder)

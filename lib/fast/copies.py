@@ -113,6 +113,7 @@ class MeanByCopies:
         gradients: For each rank the memory ``[R, n_part]`` in which it puts its gradients, one after the other.
         means: For each rank the memory ``[n_part]`` in which it puts its part of the mean, float32.
             It may be the rank's own row of ``gradients``, which no other rank reads before.
+        norm: Gets the norm of this rank's part of the mean, before ``meet_again``.
         meet, meet_again: Let the current stream wait for the streams of all ranks.
 
     Attributes:
@@ -120,12 +121,18 @@ class MeanByCopies:
     """
 
     def __init__(
-        self, parameters: list[nn.Parameter], gradients: list[Tensor], means: list[Tensor], meet: Meet, meet_again: Meet
+        self,
+        parameters: list[nn.Parameter],
+        gradients: list[Tensor],
+        means: list[Tensor],
+        norm: Tensor,
+        meet: Meet,
+        meet_again: Meet,
     ):
-        self.parameters, self.gradients, self.means = parameters, gradients, means
+        self.parameters, self.gradients, self.means, self.norm = parameters, gradients, means, norm
         self.meet, self.meet_again = meet, meet_again
         self.rank, self.n_ranks = dist.get_rank(), dist.get_world_size()
-        own = gradients[self.rank]
+        own = gradients[self.rank].zero_()  # what no gradient fills must not count in a norm
         is_in_place = means[self.rank].data_ptr() == own[self.rank].data_ptr()
         self.whole = own if is_in_place else torch.empty_like(own, dtype=torch.float32)
         self.put, self.result = self.cut(own), self.cut(self.whole)
@@ -136,15 +143,11 @@ class MeanByCopies:
         pieces = rows.view(-1)[: sum(sizes)].split(sizes)
         return [piece.view(p.shape) for p, piece in zip(self.parameters, pieces, strict=True)]
 
-    @torch.no_grad()
-    def __call__(self, received: Tensor) -> list[Tensor]:
-        """Replace the gradients by their means on the current stream; every rank must take the same steps.
-
-        Args:
-            received: Scratch memory of the shape and dtype of a rank's gradients.
+    def put_gradients(self) -> list[Tensor]:
+        """Step 1, on the current stream. From now on the parameters have the gradients in ``result``.
 
         Returns:
-            This rank's gradients, which must be kept until the stream has read them.
+            This rank's own gradients, which must be kept until the stream has read them.
         """
         grads = [p.grad for p in self.parameters if p.grad is not None]
         for p, place, result in zip(self.parameters, self.put, self.result, strict=True):
@@ -153,18 +156,30 @@ class MeanByCopies:
             else:
                 place.copy_(p.grad)
             p.grad = result
-        self.average(received)
         return grads
 
-    def average(self, received: Tensor) -> None:
-        """Steps 2 to 4, after this rank's gradients were put in their place."""
-        in_turn = [(self.rank + i) % self.n_ranks for i in range(self.n_ranks)]  # no two ranks read from the same one
+    def in_turn(self) -> list[int]:
+        """All ranks, so that no two read from the same one."""
+        return [(self.rank + i) % self.n_ranks for i in range(self.n_ranks)]
+
+    def reduce(self, received: Tensor) -> None:
+        """Steps 2 and 3: this rank's part of the mean, and its norm; then all ranks have theirs.
+
+        Args:
+            received: Scratch memory of the dtype of a rank's gradients, and at least as long.
+        """
+        own = self.gradients[self.rank]
+        received = received.view(-1)[: own.numel()].view_as(own)
         self.meet()
-        for rank in in_turn:
+        for rank in self.in_turn():
             received[rank].copy_(self.gradients[rank][self.rank])
         torch.mean(received, 0, dtype=torch.float32, out=self.means[self.rank])
+        torch.linalg.vector_norm(self.means[self.rank], out=self.norm)
         self.meet_again()
-        for rank in in_turn:
+
+    def gather(self) -> None:
+        """Step 4."""
+        for rank in self.in_turn():
             self.whole[rank].copy_(self.means[rank])
 
 
@@ -183,24 +198,27 @@ def fill_buckets(parameters: list[nn.Parameter], bucket_bytes: float) -> list[li
 
 def make_means(
     buckets: list[list[nn.Parameter]], sent: torch.dtype, places: MakePlaces
-) -> tuple[list[MeanByCopies], int]:
-    """A mean for each bucket, and the bytes of memory on this GPU that other ranks read.
+) -> tuple[list[MeanByCopies], list[Tensor], int]:
+    """A mean for each bucket; for each rank the memory of its norms, one for each bucket;
+    and the bytes of memory on this GPU that other ranks read.
 
     Gradients that travel in float32 become their means where they were put.
     """
     n_ranks, device = dist.get_world_size(), buckets[0][0].device
     parts = [-(-sum(p.numel() for p in bucket) // (n_ranks * ALIGNED)) * ALIGNED for bucket in buckets]
     gradients, meet = places(n_ranks * sum(parts), sent, device)
-    others, meet_again = places(1 if sent == torch.float32 else sum(parts), torch.float32, device)
+    n_wide = 0 if sent == torch.float32 else sum(parts)
+    others, meet_again = places(n_wide + len(buckets), torch.float32, device)
+    norms = [flat[n_wide:] for flat in others]
     n_bytes, means, start = gradients[0].nbytes + others[0].nbytes, [], 0
-    for bucket, n in zip(buckets, parts, strict=True):
+    for i, (bucket, n) in enumerate(zip(buckets, parts, strict=True)):
         rows = [flat[n_ranks * start :][: n_ranks * n].view(n_ranks, n) for flat in gradients]
         wide = (
             [row[rank] for rank, row in enumerate(rows)] if sent == torch.float32 else [x[start:][:n] for x in others]
         )
-        means.append(MeanByCopies(bucket, rows, wide, meet, meet_again))
+        means.append(MeanByCopies(bucket, rows, wide, norms[dist.get_rank()][i], meet, meet_again))
         start += n
-    return means, n_bytes
+    return means, norms, n_bytes
 
 
 class CopyDDP(nn.Module):
@@ -237,7 +255,7 @@ class CopyDDP(nn.Module):
         self.module, self.is_paused = module, False
         broadcast_parameters(module)
         parameters = [p for p in reversed(list(module.parameters())) if p.requires_grad]
-        self.means, self.peers_bytes = make_means(fill_buckets(parameters, bucket_mb * 2**20), sent, places)
+        self.means, self.norms, self.peers_bytes = make_means(fill_buckets(parameters, bucket_mb * 2**20), sent, places)
         _, self.meet_at_end = places(1, torch.float32, parameters[0].device)
         self.received = torch.empty_like(max((mean.gradients[0] for mean in self.means), key=Tensor.numel))
         self.stream = torch.cuda.Stream(priority=-1)
@@ -249,6 +267,7 @@ class CopyDDP(nn.Module):
         """Begin a round: no gradient is ready, and no bucket has started."""
         self.ready: set[nn.Parameter] = set()
         self.started: list[torch.cuda.Event] = []
+        self.reduced: torch.cuda.Event | None = None
         self.kept: list[Tensor] = []
 
     def on_ready(self, p: nn.Parameter) -> None:
@@ -263,14 +282,30 @@ class CopyDDP(nn.Module):
         while len(self.started) < len(self.means) and self.ready.issuperset(self.means[len(self.started)].parameters):
             self.start_next()
 
+    @torch.no_grad()
     def start_next(self) -> None:
-        """Begin to average the next bucket's gradients, on a stream of its own."""
+        """Begin to average the next bucket's gradients, on a stream of its own; every rank must take the same steps."""
+        mean = self.means[len(self.started)]
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
-            mean = self.means[len(self.started)]
-            own = mean.gradients[mean.rank]
-            self.kept += mean(self.received.view(-1)[: own.numel()].view_as(own))
+            self.kept += mean.put_gradients()
+            mean.reduce(self.received)
+            self.reduced = self.stream.record_event()
+            mean.gather()
             self.started.append(self.stream.record_event())
+
+    def start_others(self) -> None:
+        """Begin to average the buckets that have not begun, because backward did not reach all of their parameters."""
+        while len(self.started) < len(self.means):
+            self.start_next()
+
+    @torch.no_grad()
+    def norm(self) -> Tensor:
+        """The norm of all means, which is known before the last of them are complete."""
+        self.start_others()
+        assert self.reduced is not None
+        torch.cuda.current_stream().wait_event(self.reduced)
+        return torch.linalg.vector_norm(torch.cat(self.norms))
 
     def forward(self, *args, **kwargs):
         if self.ready and torch.is_grad_enabled():  # a round that was left open, by an exception for example
@@ -279,8 +314,7 @@ class CopyDDP(nn.Module):
 
     def finished(self) -> Iterator[list[nn.Parameter]]:
         """The parameters of each bucket in turn; the current stream waits for the means that it yields."""
-        while len(self.started) < len(self.means):
-            self.start_next()
+        self.start_others()
         for mean, event in zip(self.means, self.started, strict=True):
             torch.cuda.current_stream().wait_event(event)
             yield mean.parameters

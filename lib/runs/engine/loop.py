@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lib import amp
+from lib.fast.copies import CopyDDP
 from lib.fast.models import capture
 from lib.runs.engine import export
 from lib.runs.engine import state as checkpoints
@@ -61,6 +62,7 @@ class Run:
         torch.manual_seed(options.seed)
         self.strategy: Strategy = make_strategy(options, task.new_loss(device), self.mesh)
         self.optimizer: Optimizer = make_optimizer(options, self.strategy.groups(), device, self.strategy)
+        self.strategy.in_turn = isinstance(self.strategy.call, CopyDDP) and divides_gradients(options, self.optimizer)
         self.scaler: Any = self._scaler()
         self.parameters = list(self.strategy.named().values())
         self.numbers = self._order()
@@ -138,7 +140,7 @@ class Run:
         lr = self.optimizer.param_groups[0]["lr"]
         if self.scaler is None:
             self.strategy.decay(lr)
-            self.optimizer.step()
+            self.strategy.update(self.optimizer)
         else:
             self.scaler_step(lr)
         return numbers if norm is None else torch.cat([numbers, norm.float().reshape(1)])
@@ -146,7 +148,7 @@ class Run:
     def clip(self, max_norm: float) -> Tensor:
         """Scale the whole gradient to a norm of at most ``max_norm``, now or in the update; return its norm before."""
         if divides_gradients(self.options, self.optimizer):
-            return clip_in_update(self.optimizer, max_norm)
+            return clip_in_update(self.optimizer, max_norm, self.strategy.norm())
         return self.strategy.clip(max_norm)
 
     def scaler_step(self, lr: float) -> None:

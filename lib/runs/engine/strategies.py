@@ -60,8 +60,39 @@ class Replicated(Strategy):
         return nullcontext() if is_last else self.call.no_sync()
 
     def finish(self) -> None:
-        if self.options.ours:
+        if self.in_turn:
+            self.call.start_others()
+        elif self.options.ours:
             self.call.finish_gradient_synchronization()
+
+    def norm(self) -> Tensor:
+        return self.call.norm() if self.in_turn else super().norm()
+
+    def update(self, optimizer: Optimizer) -> None:
+        if self.in_turn:
+            update_in_turn(optimizer, self.call)
+        else:
+            super().update(optimizer)
+
+
+def update_in_turn(optimizer: Optimizer, averaging: CopyDDP) -> None:
+    """Update all parameters but those of the last bucket, which is still on its way, and then those."""
+    grads = {p: p.grad for mean in averaging.means for p in mean.parameters}
+    *most, last = averaging.means
+    arrived: list[nn.Parameter] = []
+    for p in grads:
+        p.grad = None
+    for parameters in averaging.finished():
+        arrived += parameters
+        if parameters is last.parameters or (most and parameters is most[-1].parameters):
+            for p in arrived:
+                p.grad = grads[p]
+            optimizer.step()  # passes over parameters without a gradient
+            for p in arrived:
+                p.grad = None
+            arrived.clear()
+    for p, grad in grads.items():
+        p.grad = grad
 
 
 def takes_copies(options: Options, loss: Loss) -> bool:
@@ -293,18 +324,17 @@ def divides_gradients(options: Options, optimizer: Optimizer) -> bool:
 
 
 @torch.no_grad()
-def clip_in_update(optimizer: Optimizer, max_norm: float) -> Tensor:
+def clip_in_update(optimizer: Optimizer, max_norm: float, norm: Tensor) -> Tensor:
     """Let PyTorch's fused AdamW clip the gradients while it reads them; a pass over all of them less.
 
     Args:
         optimizer: Its next step scales all of its gradients to a common norm of at most ``max_norm``.
         max_norm: Largest norm of the whole gradient.
+        norm: Norm of the whole gradient.
 
     Returns:
-        The norm before that.
+        ``norm``.
     """
-    grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    norm = nn.utils.get_total_norm(grads)
     optimizer.grad_scale = ((norm + 1e-6) / max_norm).clamp(min=1.0)  # type: ignore[attr-defined]
     return norm
 

@@ -58,7 +58,7 @@ def run_by_copies(rank: int, world_size: int, commands: list[str], folder: str) 
     here: dict[str, Any] = {"share_a_host": lambda device: True}
     here |= {kind.__name__: functools.partial(wrap, kind) for kind in (CopyDDP, CopySharded)}
     with mock.patch.multiple(strategies, **here), without_streams():
-        return run_all(rank, world_size, commands)
+        return run_all_fused(rank, world_size, commands)
 
 
 def wait_for_all() -> None:

@@ -149,6 +149,24 @@ def test_copies_average_gradients_as_collectives_do(tmp_path):
 
 
 @pytest.mark.time_limit(100)
+def test_parameters_are_updated_as_their_means_arrive(tmp_path):
+    """The norm that clips them is known before: each rank has computed that of its part."""
+    ways = [
+        f"{program} --strategy ddp --optimizer adamw --bucket-mb {size} --clip {clip}"
+        for program, size, clip in ((VIT, 0.02, 0.1), (GPT2, 100, 0.1), (GPT2, 0.01, 0))
+    ]
+    for kind in (programs.run_all_fused, programs.run_by_copies):
+        folder = tmp_path / kind.__name__
+        logs = [f"{way} --log {folder}/{i}" for i, way in enumerate(ways)]
+        on_ranks(kind, logs, *([f"{folder}/memory"] if kind is programs.run_by_copies else []))
+    for i in range(len(ways)):
+        copies, collectives = (curve(tmp_path / name / str(i)) for name in ("run_by_copies", "run_all_fused"))
+        torch.testing.assert_close(
+            [x for pair in copies.values() for x in pair if x], [x for pair in collectives.values() for x in pair if x]
+        )
+
+
+@pytest.mark.time_limit(100)
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler looks at it
 def test_a_compiled_block_is_not_cut_where_ddp_has_a_full_bucket(tmp_path):
     command = f"{VIT} --strategy ddp --engine torch --bucket-mb 0.05"
@@ -613,7 +631,8 @@ def test_adamw_clips_the_gradients_that_it_reads():
         for a, b in zip(first[:2], second, strict=False):  # the third has no gradient
             a.grad = scale * torch.randn_like(a)
             b.grad = a.grad.clone()
-        norm, wanted = clip_in_update(ours, 1.0), torch.nn.utils.clip_grad_norm_(second, 1.0)
+        total = torch.nn.utils.get_total_norm([p.grad for p in first if p.grad is not None])
+        norm, wanted = clip_in_update(ours, 1.0, total), torch.nn.utils.clip_grad_norm_(second, 1.0)
         ours.step()
         plain.step()
         torch.testing.assert_close(norm, wanted)
