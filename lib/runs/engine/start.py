@@ -146,7 +146,7 @@ def set_up(options: Options, device: torch.device) -> None:
     if options.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    if options.graph and not options.is_parallel:  # beside collectives it was not measured
+    if options.graph:
         forbid_workspace(device)
     if options.compile:
         # a whole model is split at DDP's buckets; a block is smaller than a bucket, and splitting it would gain nothing

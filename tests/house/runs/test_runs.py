@@ -668,7 +668,7 @@ def test_the_kernels_of_a_block_are_for_16_bits_on_a_gpu_and_for_layers_that_are
         assert not task.fast_path(CPU).kernels
 
 
-def test_a_recorded_step_of_one_process_takes_products_without_a_workspace(monkeypatch):
+def test_a_recorded_step_takes_products_without_a_workspace(monkeypatch):
     for name in ("set_num_threads", "set_float32_matmul_precision", "use_deterministic_algorithms", "cuda.set_device"):
         monkeypatch.setattr(f"torch.{name}", lambda value: None)
     hopper, older, name = (9, 0), (8, 0), "CUBLAS_WORKSPACE_CONFIG"
@@ -678,7 +678,7 @@ def test_a_recorded_step_of_one_process_takes_products_without_a_workspace(monke
         ("--graph", older, None, None),
         ("--graph", hopper, ":16:8", ":16:8"),
         ("--graph --deterministic", hopper, None, ":4096:8"),
-        ("--graph --strategy ddp", hopper, None, None),
+        ("--graph --strategy ddp", hopper, None, ":0:0"),
     ):
         monkeypatch.setenv(name, before or "")
         if before is None:
