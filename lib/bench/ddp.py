@@ -18,6 +18,9 @@ All are in the same processes and take turns.
 - ``in step``: ``--strategy ddp`` without averaging: only the losses are averaged, so each step waits for the slowest;
 - ``copies`` and ``collectives``: ``--strategy ddp`` with gradients averaged by ``lib.fast.copies`` and by NCCL;
 - ``torch``: ``--strategy ddp --engine torch``, our kernels under PyTorch's DDP, which has no CUDA graph here.
+
+With ``--sharded`` they are steps of ``--model xl --strategy fsdp``, without a graph, by copies, by NCCL,
+and by PyTorch's ``fully_shard`` around the same kernels.
 """
 
 import argparse
@@ -67,6 +70,8 @@ RUNS = {
     "torch": "--strategy ddp --compile blocks --engine torch",
 }
 """For each way to train, the flags in which it differs."""
+SHARDED_RUN = RUN.replace("small", "xl") + " --items 512 --compile blocks --strategy fsdp --optimizer adamw"
+SHARDED_RUNS = {"copies": "--averaging copies", "collectives": "--averaging collectives", "torch": "--engine torch"}
 TINY_RUNS = {name: RUNS[name].replace("--graph", "").split("--compile")[0] for name in ("alone", "in step")}
 
 
@@ -235,7 +240,7 @@ def _write(rank: int, key: str, result: dict, folder: Path) -> None:
 def make_run(flags: str, batch: int, device: torch.device) -> Run:
     """A run of ``lib.runs.train_gpt2`` with these flags and so many sequences a GPU, ready for its first step."""
     options = parse(make_gpt2_parser(), flags.split())
-    world = find_world() if options.strategy == "ddp" else World()
+    world = World() if options.strategy == "single" else find_world()
     options = arrange(parse(make_gpt2_parser(), [*flags.split(), "--batch", str(batch * world.size)]), world.size)
     task = make_task(options, GPT2Task)
     set_up(options, device)
@@ -245,11 +250,14 @@ def make_run(flags: str, batch: int, device: torch.device) -> Run:
 def start_runs(options: argparse.Namespace, batch: int, device: torch.device) -> dict[str, Run]:
     """The run of each way, with its step recorded as a graph if it says so."""
     made = {}
-    for name, flags in (TINY_RUNS if options.tiny else RUNS).items():
+    common, ways = (SHARDED_RUN, SHARDED_RUNS) if options.sharded else (RUN, RUNS)
+    if options.tiny:
+        common, ways = TINY_RUN, TINY_RUNS
+    for name, flags in ways.items():
         if options.ways and name not in options.ways.split(","):
             continue
         began = time.perf_counter()
-        made[name] = run = make_run(f"{TINY_RUN if options.tiny else RUN} {flags}", batch, device)
+        made[name] = run = make_run(f"{common} {flags}", batch, device)
         if name == "in step":
             run.strategy.in_turn = False
             run.strategy.micro_step = lambda is_last, run=run: run.strategy.call.no_sync()  # type: ignore[method-assign]
@@ -278,10 +286,10 @@ def measure_runs(rank: int, device: torch.device, options: argparse.Namespace) -
         found: dict = {"batch": batch, "tokens_per_row": task.per_row, "flops_per_token": task.flops_per_item}
         found["step_values_s"] = {name: [of_rank[name] for of_rank in every] for name in times}
         if rank == 0:
-            write_runs(found, options.folder)  # early, so that a time-out keeps them
+            write_runs(found, options)  # early, so that a time-out keeps them
         found["trace"] = {name: trace(take, device) for name, take in takes.items()}
         if rank == 0:
-            write_runs(found, options.folder)
+            write_runs(found, options)
         del takes
         for run in runs.values():
             del run.step
@@ -305,16 +313,17 @@ def take_step(run: Run) -> torch.Tensor:
     return run.step(*run.batch())
 
 
-def write_runs(found: dict, folder: Path) -> None:
+def write_runs(found: dict, options: argparse.Namespace) -> None:
     """Put the results for one batch in their place in ``ddp_runs.json``, and print them."""
     n = len(next(iter(found["step_values_s"].values())))
     try:
-        before = load("ddp_runs", folder)
+        before = load("ddp_runs", options.folder)
         results = before["results"] if before["machine"] == machine() else {}
     except FileNotFoundError:
         results = {}
-    results.setdefault(str(n), {})[str(found["batch"])] = found
-    record("ddp_runs", results, folder)
+    kind = "sharded" if options.sharded else "copied"
+    results.setdefault(kind, {}).setdefault(str(n), {})[str(found["batch"])] = found
+    record("ddp_runs", results, options.folder)
     for name, every in found["step_values_s"].items():
         print(found["batch"], name, *(f"{1e3 * spread(of_rank)['median']:.2f}" for of_rank in every), "ms", flush=True)
 
@@ -335,6 +344,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=MEASUREMENTS)
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to try the program")
     parser.add_argument("--runs", type=wholes, help="measure lib.runs.train_gpt2 with so many sequences a GPU")
+    parser.add_argument("--sharded", action="store_true", help="with --runs: of --model xl --strategy fsdp")
     parser.add_argument("--ways", type=some_of(*RUNS), help="only these ways of --runs; default: all")
     options = parser.parse_args()
     if options.tiny:

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lib.ddp import broadcast_parameters
+from lib.fast.parts.means import mean_of_ranks, n_squares
 
 ALIGNED = 64  # numbers: each part begins at a multiple of 128 bytes, also in bf16
 PATIENCE_S = 600  # as long as NCCL waits
@@ -56,7 +57,7 @@ def allocate_shared(n: int, dtype: torch.dtype, device: torch.device) -> tuple[l
 
     Returns:
         The memory of rank 0, 1, ..., as tensors, and PyTorch's handle to it.
-        Both live as long as this rank's own tensor.
+        Both live as long as this rank's own tensor, so keep that.
 
     Raises:
         RuntimeError: the GPUs cannot read each other's memory.
@@ -113,7 +114,7 @@ class MeanByCopies:
         gradients: For each rank the memory ``[R, n_part]`` in which it puts its gradients, one after the other.
         means: For each rank the memory ``[n_part]`` in which it puts its part of the mean, float32.
             It may be the rank's own row of ``gradients``, which no other rank reads before.
-        norm: Gets the norm of this rank's part of the mean, before ``meet_again``.
+        squares: Gets the sums of the squares of this rank's part of the mean, before ``meet_again``.
         meet, meet_again: Let the current stream wait for the streams of all ranks.
 
     Attributes:
@@ -125,11 +126,11 @@ class MeanByCopies:
         parameters: list[nn.Parameter],
         gradients: list[Tensor],
         means: list[Tensor],
-        norm: Tensor,
+        squares: Tensor,
         meet: Meet,
         meet_again: Meet,
     ):
-        self.parameters, self.gradients, self.means, self.norm = parameters, gradients, means, norm
+        self.parameters, self.gradients, self.means, self.squares = parameters, gradients, means, squares
         self.meet, self.meet_again = meet, meet_again
         self.rank, self.n_ranks = dist.get_rank(), dist.get_world_size()
         own = gradients[self.rank].zero_()  # what no gradient fills must not count in a norm
@@ -149,21 +150,22 @@ class MeanByCopies:
         Returns:
             This rank's own gradients, which must be kept until the stream has read them.
         """
-        grads = [p.grad for p in self.parameters if p.grad is not None]
-        for p, place, result in zip(self.parameters, self.put, self.result, strict=True):
-            if p.grad is None:  # another rank may have one
-                place.zero_()
-            else:
-                place.copy_(p.grad)
+        pairs = [(place, p.grad) for p, place in zip(self.parameters, self.put, strict=True) if p.grad is not None]
+        if len(pairs) < len(self.parameters):  # another rank may have the other gradients
+            torch._foreach_zero_([place for p, place in zip(self.parameters, self.put, strict=True) if p.grad is None])
+        grads = [grad for _, grad in pairs]
+        if pairs:
+            torch._foreach_copy_([place for place, _ in pairs], grads)  # one kernel; a copy for each would be many
+        for p, result in zip(self.parameters, self.result, strict=True):
             p.grad = result
         return grads
 
-    def in_turn(self) -> list[int]:
-        """All ranks, so that no two read from the same one."""
-        return [(self.rank + i) % self.n_ranks for i in range(self.n_ranks)]
+    def others(self) -> list[int]:
+        """The other ranks, so that no two read from the same one at a time."""
+        return [(self.rank + i) % self.n_ranks for i in range(1, self.n_ranks)]
 
     def reduce(self, received: Tensor) -> None:
-        """Steps 2 and 3: this rank's part of the mean, and its norm; then all ranks have theirs.
+        """Steps 2 and 3: this rank's part of the mean, and its squares; then all ranks have theirs.
 
         Args:
             received: Scratch memory of the dtype of a rank's gradients, and at least as long.
@@ -171,15 +173,14 @@ class MeanByCopies:
         own = self.gradients[self.rank]
         received = received.view(-1)[: own.numel()].view_as(own)
         self.meet()
-        for rank in self.in_turn():
+        for rank in self.others():
             received[rank].copy_(self.gradients[rank][self.rank])
-        torch.mean(received, 0, dtype=torch.float32, out=self.means[self.rank])
-        torch.linalg.vector_norm(self.means[self.rank], out=self.norm)
+        mean_of_ranks(own[self.rank], received, self.rank, self.means[self.rank], self.squares)
         self.meet_again()
 
     def gather(self) -> None:
         """Step 4."""
-        for rank in self.in_turn():
+        for rank in self.others() if self.whole is self.gradients[self.rank] else range(self.n_ranks):
             self.whole[rank].copy_(self.means[rank])
 
 
@@ -199,7 +200,7 @@ def fill_buckets(parameters: list[nn.Parameter], bucket_bytes: float) -> list[li
 def make_means(
     buckets: list[list[nn.Parameter]], sent: torch.dtype, places: MakePlaces
 ) -> tuple[list[MeanByCopies], list[Tensor], int]:
-    """A mean for each bucket; for each rank the memory of its norms, one for each bucket;
+    """A mean for each bucket; for each rank the memory of its parts' sums of squares;
     and the bytes of memory on this GPU that other ranks read.
 
     Gradients that travel in float32 become their means where they were put.
@@ -208,17 +209,18 @@ def make_means(
     parts = [-(-sum(p.numel() for p in bucket) // (n_ranks * ALIGNED)) * ALIGNED for bucket in buckets]
     gradients, meet = places(n_ranks * sum(parts), sent, device)
     n_wide = 0 if sent == torch.float32 else sum(parts)
-    others, meet_again = places(n_wide + len(buckets), torch.float32, device)
-    norms = [flat[n_wide:] for flat in others]
+    others, meet_again = places(n_wide + sum(map(n_squares, parts)), torch.float32, device)
+    squares = [flat[n_wide:] for flat in others]
+    own_squares = squares[dist.get_rank()].split([n_squares(n) for n in parts])
     n_bytes, means, start = gradients[0].nbytes + others[0].nbytes, [], 0
     for i, (bucket, n) in enumerate(zip(buckets, parts, strict=True)):
         rows = [flat[n_ranks * start :][: n_ranks * n].view(n_ranks, n) for flat in gradients]
         wide = (
             [row[rank] for rank, row in enumerate(rows)] if sent == torch.float32 else [x[start:][:n] for x in others]
         )
-        means.append(MeanByCopies(bucket, rows, wide, norms[dist.get_rank()][i], meet, meet_again))
+        means.append(MeanByCopies(bucket, rows, wide, own_squares[i], meet, meet_again))
         start += n
-    return means, norms, n_bytes
+    return means, squares, n_bytes
 
 
 class CopyDDP(nn.Module):
@@ -255,8 +257,10 @@ class CopyDDP(nn.Module):
         self.module, self.is_paused = module, False
         broadcast_parameters(module)
         parameters = [p for p in reversed(list(module.parameters())) if p.requires_grad]
-        self.means, self.norms, self.peers_bytes = make_means(fill_buckets(parameters, bucket_mb * 2**20), sent, places)
-        _, self.meet_at_end = places(1, torch.float32, parameters[0].device)
+        self.means, self.squares, self.peers_bytes = make_means(
+            fill_buckets(parameters, bucket_mb * 2**20), sent, places
+        )
+        self.end, self.meet_at_end = places(1, torch.float32, parameters[0].device)
         self.received = torch.empty_like(max((mean.gradients[0] for mean in self.means), key=Tensor.numel))
         self.stream = torch.cuda.Stream(priority=-1)
         self.begin()
@@ -305,7 +309,7 @@ class CopyDDP(nn.Module):
         self.start_others()
         assert self.reduced is not None
         torch.cuda.current_stream().wait_event(self.reduced)
-        return torch.linalg.vector_norm(torch.cat(self.norms))
+        return torch.cat(self.squares).sum().sqrt()
 
     def forward(self, *args, **kwargs):
         if self.ready and torch.is_grad_enabled():  # a round that was left open, by an exception for example

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lib.fast.copies import MakePlaces, in_peers_memory
+from lib.fast.parts.means import mean_of_ranks
 from lib.fsdp import FlatShard, FullySharded
 
 N_SLOTS = 2
@@ -74,7 +75,7 @@ class Wires:
         self.rank, self.n_ranks, device = dist.get_rank(), dist.get_world_size(), flats[0].shard.device
         lengths = [len(flat.shard) for flat in flats]
         rows, self.meet_before = places(sum(lengths), dtype, device)
-        _, self.meet_after = places(1, dtype, device)
+        self.kept, self.meet_after = places(1, dtype, device)
         cut = [row.split(lengths) for row in rows]
         for i, flat in enumerate(flats):
             flat.wires, flat.everywhere = self, [pieces[i] for pieces in cut]
@@ -84,9 +85,9 @@ class Wires:
         self.n_reduced = 0
         self.gathers, self.reduces = (torch.cuda.Stream(priority=-1) for _ in range(2))
 
-    def in_turn(self) -> list[int]:
-        """All ranks, so that no two read from the same one."""
-        return [(self.rank + i) % self.n_ranks for i in range(self.n_ranks)]
+    def others(self) -> list[int]:
+        """The other ranks, so that no two read from the same one at a time."""
+        return [(self.rank + i) % self.n_ranks for i in range(1, self.n_ranks)]
 
     @torch.no_grad()
     def share(self) -> None:
@@ -103,7 +104,7 @@ class Wires:
         self.gathers.wait_stream(torch.cuda.current_stream())  # which may still use this memory for something else
         places = full.view(self.n_ranks, -1)
         with torch.cuda.stream(self.gathers):
-            for rank in self.in_turn():
+            for rank in (self.rank, *self.others()):
                 places[rank].copy_(everywhere[rank])
             return self.gathers.record_event()
 
@@ -118,9 +119,9 @@ class Wires:
         with torch.cuda.stream(self.reduces):
             rows[self.rank].view(-1).copy_(grad)
             self.meet()
-            for rank in self.in_turn():
+            for rank in self.others():
                 received[rank].copy_(rows[rank][self.rank])
-            torch.mean(received, 0, dtype=mean.dtype, out=mean)
+            mean_of_ranks(rows[self.rank][self.rank], received, self.rank, mean)
             return self.reduces.record_event()
 
 

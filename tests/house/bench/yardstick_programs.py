@@ -250,6 +250,8 @@ def mean_on_gpus(rank, device, n, sent, places, folder):
         copies.finish_gradient_synchronization()
         return model[0].grad
 
+    average()  # compiles
+    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         result = average()
