@@ -250,6 +250,7 @@ def make_run(flags: str, batch: int, device: torch.device) -> Run:
 def start_runs(options: argparse.Namespace, batch: int, device: torch.device) -> dict[str, Run]:
     """The run of each way, with its step recorded as a graph if it says so."""
     made = {}
+    pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
     common, ways = (SHARDED_RUN, SHARDED_RUNS) if options.sharded else (RUN, RUNS)
     if options.tiny:
         common, ways = TINY_RUN, TINY_RUNS
@@ -264,7 +265,7 @@ def start_runs(options: argparse.Namespace, batch: int, device: torch.device) ->
             run.strategy.finish = lambda: None  # type: ignore[method-assign]
         run.set_lr(0)
         if run.options.graph:
-            run.record_graph()
+            run.record_graph(pool)
         else:
             for _ in range(3):
                 run.step(*run.batch())

@@ -190,8 +190,12 @@ class Run:
                 group["lr"] = lr
         return lr
 
-    def record_graph(self) -> None:
-        """Record a step as a CUDA graph, then restore in place everything that the recording changed."""
+    def record_graph(self, pool: Any = None) -> None:
+        """Record a step as a CUDA graph, then restore in place everything that the recording changed.
+
+        Args:
+            pool: See `lib.fast.models.capture`.
+        """
         inputs, targets = (torch.empty_like(x) for x in self.task.source.fetch(self._some_numbers()))
         inputs.zero_()
         targets.zero_()
@@ -202,7 +206,7 @@ class Run:
             *(v for s in self.optimizer.state.values() for v in s.values() if torch.is_tensor(v)),
         ]
         before = [tensor.detach().clone() for tensor in tensors]
-        replay = capture(lambda: self.plain_step(inputs, targets), on_ranks=self.n_data > 1)
+        replay = capture(lambda: self.plain_step(inputs, targets), on_ranks=self.n_data > 1, pool=pool)
         with torch.no_grad():
             for tensor, old in zip(tensors, before, strict=True):
                 tensor.copy_(old)
