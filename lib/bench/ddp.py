@@ -126,8 +126,12 @@ def covered(intervals: list[list[float]], by: list[list[float]]) -> float:
 
 
 def kind_of(name: str) -> str:
-    """Whether a kernel or a copy computes, or belongs to NCCL or to ``lib.fast.copies``."""
-    by_copies = name.startswith("Memcpy") or "barrier_kernel" in name
+    """Whether a kernel or a copy computes, or belongs to NCCL or to ``lib.fast.copies``.
+
+    Of the latter, the kernel that puts gradients in their place has a name that others have too, and counts as
+    computing.
+    """
+    by_copies = name.startswith("Memcpy PtoP") or "barrier_kernel" in name or "mean_kernel" in name
     return "nccl" if "nccl" in name.lower() else "copies" if by_copies else "compute"
 
 
@@ -142,7 +146,7 @@ def trace(take: Callable[[], object], device: torch.device) -> dict:
     spans: dict[str, list[tuple[float, float]]] = {"compute": [], "nccl": [], "copies": []}
     for event in profile.events() or []:
         notes = getattr(event, "is_user_annotation", False) or event.name.startswith(
-            ("nccl:", "DistributedData", "Memset")
+            ("nccl:", "DistributedData", "Memset", "Memcpy DtoH", "Memcpy HtoD", "Memcpy DtoD")
         )
         if event.device_type == torch.autograd.DeviceType.CUDA and not notes:
             spans[kind_of(event.name)].append((event.time_range.start / 1e3, event.time_range.end / 1e3))
