@@ -333,7 +333,8 @@ def write_runs(found: dict, options: argparse.Namespace) -> None:
         print(found["batch"], name, *(f"{1e3 * spread(of_rank)['median']:.2f}" for of_rank in every), "ms", flush=True)
 
 
-def main() -> None:
+def flags() -> argparse.Namespace:
+    """What the command line asks for."""
     parser = ProgramParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=wholes, default="2,4")
     parser.add_argument("--backend", choices=("gloo", "nccl"), default="nccl" if torch.cuda.is_available() else "gloo")
@@ -351,7 +352,11 @@ def main() -> None:
     parser.add_argument("--runs", type=wholes, help="measure lib.runs.train_gpt2 with so many sequences a GPU")
     parser.add_argument("--sharded", action="store_true", help="with --runs: of --model xl --strategy fsdp")
     parser.add_argument("--ways", type=some_of(*RUNS), help="only these ways of --runs; default: all")
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = flags()
     if options.tiny:
         options.context, options.rounds = 16, 4
     if options.runs:
