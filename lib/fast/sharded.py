@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from lib.fast.copies import MakePlaces, in_peers_memory
 from lib.fast.parts.means import mean_of_ranks
@@ -31,6 +31,9 @@ class CopiedShard(FlatShard):
         everywhere: For each rank the memory in which it puts its shard, for all to read.
     """
 
+    shard: nn.Parameter
+    full: Tensor
+    is_whole: bool
     wires: "Wires"
     everywhere: list[Tensor]
     gathering: torch.cuda.Event | None = None

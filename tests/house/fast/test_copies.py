@@ -3,6 +3,7 @@
 from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -161,7 +162,7 @@ def test_each_bucket_is_updated_when_its_means_are_there():
             seen.append([first.tolist(), second.tolist()])
             yield [p]
 
-    model = SimpleNamespace(means=[SimpleNamespace(parameters=[p]) for p in (first, second)], finished=finished)
+    model: Any = SimpleNamespace(means=[SimpleNamespace(parameters=[p]) for p in (first, second)], finished=finished)
     optimizer = InTurn(model, partial(torch.optim.SGD, lr=1.0))
     optimizer.step()
     assert seen == [[[0.0, 0.0], [0.0, 0.0]], [[-1.0, -1.0], [0.0, 0.0]]], "the first waits for nobody"
