@@ -18,9 +18,6 @@ All are in the same processes and take turns.
 - ``in step``: ``--strategy ddp`` without averaging: only the losses are averaged, so each step waits for the slowest;
 - ``copies`` and ``collectives``: ``--strategy ddp`` with gradients averaged by ``lib.fast.copies`` and by NCCL;
 - ``torch``: ``--strategy ddp --engine torch``, our kernels under PyTorch's DDP, which has no CUDA graph here.
-
-With ``--sharded`` they are steps of ``--model xl --strategy fsdp``, without a graph, by copies, by NCCL,
-and by PyTorch's ``fully_shard`` around the same kernels.
 """
 
 import argparse
@@ -70,8 +67,6 @@ RUNS = {
     "torch": "--strategy ddp --compile blocks --engine torch",
 }
 """For each way to train, the flags in which it differs."""
-SHARDED_RUN = RUN.replace("small", "xl") + " --items 512 --compile blocks --strategy fsdp --optimizer adamw"
-SHARDED_RUNS = {"copies": "--averaging copies", "collectives": "--averaging collectives", "torch": "--engine torch"}
 TINY_RUNS = {name: RUNS[name].replace("--graph", "").split("--compile")[0] for name in ("alone", "in step")}
 
 
@@ -125,31 +120,22 @@ def covered(intervals: list[list[float]], by: list[list[float]]) -> float:
     return sum(max(0.0, min(e, f) - max(s, t)) for s, e in intervals for t, f in by)
 
 
-def kind_of(name: str) -> str:
-    """Whether a kernel or a copy computes, or belongs to NCCL or to ``lib.fast.copies``.
-
-    Of the latter, the kernel that puts gradients in their place has a name that others have too, and counts as
-    computing.
-    """
-    by_copies = name.startswith("Memcpy PtoP") or "barrier_kernel" in name or "mean_kernel" in name
-    return "nccl" if "nccl" in name.lower() else "copies" if by_copies else "compute"
-
-
-def trace(take: Callable[[], object], device: torch.device) -> dict:
+def trace(made: tuple, tokens: torch.Tensor, device: torch.device) -> dict:
     """When the GPU computed and when it communicated, in one step, in milliseconds."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     with torch.profiler.profile(activities=activities) as profile:
-        take()
+        step(made, tokens)
         wait_for(device)
-    spans: dict[str, list[tuple[float, float]]] = {"compute": [], "nccl": [], "copies": []}
+    spans: dict[str, list[tuple[float, float]]] = {"compute": [], "nccl": []}
     for event in profile.events() or []:
         notes = getattr(event, "is_user_annotation", False) or event.name.startswith(
-            ("nccl:", "DistributedData", "Memset", "Memcpy DtoH", "Memcpy HtoD", "Memcpy DtoD")
+            ("nccl:", "DistributedData", "Mem")
         )
         if event.device_type == torch.autograd.DeviceType.CUDA and not notes:
-            spans[kind_of(event.name)].append((event.time_range.start / 1e3, event.time_range.end / 1e3))
+            kind = "nccl" if "nccl" in event.name.lower() else "compute"
+            spans[kind].append((event.time_range.start / 1e3, event.time_range.end / 1e3))
     whole = {kind: merged(found) for kind, found in spans.items()}
     origin = min((start for found in whole.values() for start, _ in found), default=0.0)
     seconds = {kind: sum(end - start for start, end in found) / 1e3 for kind, found in whole.items()}
@@ -159,8 +145,6 @@ def trace(take: Callable[[], object], device: torch.device) -> dict:
         "compute_s": seconds["compute"],
         "nccl_s": seconds["nccl"],
         "nccl_hidden_s": covered(whole["nccl"], whole["compute"]) / 1e3,
-        "copies_s": seconds["copies"],
-        "copies_hidden_s": covered(whole["copies"], whole["compute"]) / 1e3,
     }
 
 
@@ -215,7 +199,7 @@ def measure_steps(rank: int, device: torch.device, key: str, options: argparse.N
 
 def traces(made: dict, tokens: torch.Tensor, device: torch.device, names: tuple[str, ...]) -> dict:
     """Traces of some strategies; every rank takes the steps."""
-    return {name: trace(partial(step, made[name], tokens), device) for name in names if name in made}
+    return {name: trace(made[name], tokens, device) for name in names if name in made}
 
 
 def kept(options: argparse.Namespace) -> dict:
@@ -255,9 +239,7 @@ def start_runs(options: argparse.Namespace, batch: int, device: torch.device) ->
     """The run of each way, with its step recorded as a graph if it says so."""
     made = {}
     pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
-    common, ways = (SHARDED_RUN, SHARDED_RUNS) if options.sharded else (RUN, RUNS)
-    if options.tiny:
-        common, ways = TINY_RUN, TINY_RUNS
+    common, ways = (TINY_RUN, TINY_RUNS) if options.tiny else (RUN, RUNS)
     for name, flags in ways.items():
         if options.ways and name not in options.ways.split(","):
             continue
@@ -279,7 +261,7 @@ def start_runs(options: argparse.Namespace, batch: int, device: torch.device) ->
 
 
 def measure_runs(rank: int, device: torch.device, options: argparse.Namespace) -> None:
-    """Time rows of steps of each way in turns, on each GPU; then trace a step of each. Rank 0 records the results."""
+    """Time rows of steps of each way in turns, on each GPU. Rank 0 records the results."""
     for batch in map(int, options.runs.split(",")):
         runs = start_runs(options, batch, device)
         takes = {name: partial(take_step, run) for name, run in runs.items()}
@@ -291,10 +273,7 @@ def measure_runs(rank: int, device: torch.device, options: argparse.Namespace) -
         found: dict = {"batch": batch, "tokens_per_row": task.per_row, "flops_per_token": task.flops_per_item}
         found["step_values_s"] = {name: [of_rank[name] for of_rank in every] for name in times}
         if rank == 0:
-            write_runs(found, options)  # early, so that a time-out keeps them
-        found["trace"] = {name: trace(take, device) for name, take in takes.items()}
-        if rank == 0:
-            write_runs(found, options)
+            write_runs(found, options.folder)
         del takes
         for run in runs.values():
             del run.step
@@ -318,17 +297,16 @@ def take_step(run: Run) -> torch.Tensor:
     return run.step(*run.batch())
 
 
-def write_runs(found: dict, options: argparse.Namespace) -> None:
+def write_runs(found: dict, folder: Path) -> None:
     """Put the results for one batch in their place in ``ddp_runs.json``, and print them."""
     n = len(next(iter(found["step_values_s"].values())))
     try:
-        before = load("ddp_runs", options.folder)
+        before = load("ddp_runs", folder)
         results = before["results"] if before["machine"] == machine() else {}
     except FileNotFoundError:
         results = {}
-    kind = "sharded" if options.sharded else "copied"
-    results.setdefault(kind, {}).setdefault(str(n), {})[str(found["batch"])] = found
-    record("ddp_runs", results, options.folder)
+    results.setdefault(str(n), {})[str(found["batch"])] = found
+    record("ddp_runs", results, folder)
     for name, every in found["step_values_s"].items():
         print(found["batch"], name, *(f"{1e3 * spread(of_rank)['median']:.2f}" for of_rank in every), "ms", flush=True)
 
@@ -350,7 +328,6 @@ def flags() -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, default=MEASUREMENTS)
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to try the program")
     parser.add_argument("--runs", type=wholes, help="measure lib.runs.train_gpt2 with so many sequences a GPU")
-    parser.add_argument("--sharded", action="store_true", help="with --runs: of --model xl --strategy fsdp")
     parser.add_argument("--ways", type=some_of(*RUNS), help="only these ways of --runs; default: all")
     return parser.parse_args()
 

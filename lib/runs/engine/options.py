@@ -118,11 +118,9 @@ class Options:
 
     @property
     def copies(self) -> bool:
-        """Whether all ranks keep the whole model, or all divide it, in our engine: then copies can take the place of
-        collectives.
-        """
-        others = self.uses("tensor", "pipeline", "expert")
-        return self.ours and not others and self.uses("shard") != self.uses("replicate", "context")
+        """Whether all ranks keep the whole model, and our engine averages their gradients while backward goes on."""
+        divided = self.uses("shard", "tensor", "pipeline", "expert")
+        return self.ours and self.uses("replicate", "context") and not divided
 
     @property
     def is_parallel(self) -> bool:

@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 
 from lib.ddp import BucketedDDP, average_gradients_flat
 from lib.fast.copies import CopyDDP, share_a_host
-from lib.fast.sharded import CopySharded
 from lib.fsdp import FullySharded, apply_fully_shard, clip_sharded_gradient_norm_, shard
 from lib.given.parallel.sharding import all_gather_row
 from lib.runs.engine.mesh import Mesh
@@ -96,7 +95,7 @@ def update_in_turn(optimizer: Optimizer, averaging: CopyDDP) -> None:
 
 
 def takes_copies(options: Options, loss: Loss) -> bool:
-    """Whether copy engines exchange gradients and shards; all ranks return the same.
+    """Whether copy engines average the gradients; all ranks return the same.
 
     Raises:
         UsageError: they were asked for and cannot.
@@ -173,9 +172,7 @@ class Sharded(Strategy):
         if self.mesh.size["copies"] > 1:
             wrapped: FullySharded = HybridSharded(loss, copies=self.mesh.group("copies"), **settings)
         else:
-            by_copies = self.options.copies and takes_copies(self.options, loss)
-            self.opening = f"shards are exchanged by {'copies between GPUs' if by_copies else 'collectives'}"
-            wrapped = (CopySharded if by_copies else FullySharded)(loss, **settings)
+            wrapped = FullySharded(loss, **settings)
         flats = [(f"unit_{i}.flat_{j}", flat) for i, unit in enumerate(wrapped.flats) for j, flat in enumerate(unit)]
         self.flats: dict[str, Any] = dict(flats)
         if isinstance(wrapped, HybridSharded) and self.mesh.size["expert"] > 1:

@@ -1,7 +1,6 @@
 """What the ranks of test_runs.py do: the programs of lib.runs, one after the other, as one process each."""
 
 import contextlib
-import functools
 import io
 import os
 import signal
@@ -13,7 +12,6 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
 from lib.fast.copies import CopyDDP
-from lib.fast.sharded import CopySharded
 from lib.linear_attention import GatedDeltaNet
 from lib.ranks import milestone
 from lib.runs import train_gpt2, train_llama, train_vit
@@ -50,13 +48,12 @@ def run_by_copies(rank: int, world_size: int, commands: list[str], folder: str) 
     """`run_all` as between GPUs that can read each other's memory, which here lies in files."""
     made = iter(range(len(commands)))
 
-    def wrap(kind: type[Any], *args: Any, **settings: Any) -> Any:
+    def wrap(loss: torch.nn.Module, bucket_mb: float) -> CopyDDP:
         own = f"{folder}/{next(made)}"
         os.makedirs(own, exist_ok=True)
-        return kind(*args, places=in_files(own, world_size), **settings)
+        return CopyDDP(loss, bucket_mb, places=in_files(own, world_size))
 
-    here: dict[str, Any] = {"share_a_host": lambda device: True}
-    here |= {kind.__name__: functools.partial(wrap, kind) for kind in (CopyDDP, CopySharded)}
+    here: dict[str, Any] = {"share_a_host": lambda device: True, "CopyDDP": wrap}
     with mock.patch.multiple(strategies, **here), without_streams():
         return run_all_fused(rank, world_size, commands)
 
