@@ -8,24 +8,46 @@ one process without communication ("none"), naive, flat, overlapped, buckets of 
 Results for other numbers of ranks stay in the file if they come from the same machine and versions.
 All strategies share one set of weights.
 Products are TF32 and gradients float32, as large as in a plain run; the update is plain SGD.
+
+``python -m lib.bench.ddp --runs 16,64 --ranks 2`` measures something else, and writes ``ddp_runs.json``:
+the steps of ``lib.runs.train_gpt2 --model small`` with so many sequences a GPU, in ways that each differ in one thing.
+All are in the same processes and take turns.
+
+- ``alone``: ``--strategy single``, each GPU for itself;
+- ``by blocks``: the same, compiled block by block as on several GPUs, so that gradients are ready early;
+- ``in step``: ``--strategy ddp`` without averaging: only the losses are averaged, so each step waits for the slowest;
+- ``copies`` and ``collectives``: ``--strategy ddp`` with gradients averaged by ``lib.fast.copies`` and by NCCL;
+- ``torch``: ``--strategy ddp --engine torch``, our kernels under PyTorch's DDP, which has no CUDA graph here.
 """
 
 import argparse
+import gc
+import os
+import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from lib.bench.all_reduce import fit
-from lib.bench.kit import machine, record, seconds_of, slowest, spawn, spread, wait_for
+from lib.bench.kit import in_turns, machine, record, seconds_of, slowest, spawn, spread, wait_for
 from lib.ddp import optimal_bucket_bytes
 from lib.demos.ddp import synchronised
 from lib.given.data.record import MEASUREMENTS, load
 from lib.given.models.gpt2 import GPT2Config
 from lib.gpt2 import GPT2
-from lib.runs.flags import ProgramParser, positive, whole, wholes
+from lib.runs.engine.loop import Run
+from lib.runs.engine.mesh import arrange
+from lib.runs.engine.request import parse
+from lib.runs.engine.start import make_task, set_up
+from lib.runs.engine.tasks import GPT2Task
+from lib.runs.engine.world import World, find_world
+from lib.runs.flags import ProgramParser, positive, some_of, whole, wholes
+from lib.runs.train_gpt2 import make_gpt2_parser
 
 XL = {"vocab_size": 10_000, "dim": 1600, "n_layers": 48, "n_heads": 25}
 TINY = {"vocab_size": 100, "dim": 64, "n_layers": 2, "n_heads": 2}
@@ -34,6 +56,18 @@ TINY_BUCKETS_MB = (0.01, 0.1, 1)
 TRACED_AFTER = {3: ("naive", "overlap"), 4: ("bucket 100", "torch", "bucket 0.1")}
 """After how many rounds which strategies are traced."""
 LR = 1e-6
+RUN = "--model small --data synthetic --precision bf16 --steps 1000000 --lr 1e-4"
+TINY_RUN = "--model tiny --data synthetic --precision bf16 --steps 1000000 --device cpu --path fast"
+RUNS = {
+    "alone": "--strategy single --compile whole --graph",
+    "by blocks": "--strategy single --compile blocks --graph",
+    "in step": "--strategy ddp --compile blocks --graph",
+    "copies": "--strategy ddp --compile blocks --graph --averaging copies",
+    "collectives": "--strategy ddp --compile blocks --graph --averaging collectives",
+    "torch": "--strategy ddp --compile blocks --engine torch",
+}
+"""For each way to train, the flags in which it differs."""
+TINY_RUNS = {name: RUNS[name].replace("--graph", "").split("--compile")[0] for name in ("alone", "in step")}
 
 
 def copy_of(base: nn.Module, config: GPT2Config) -> nn.Module:
@@ -188,7 +222,97 @@ def _write(rank: int, key: str, result: dict, folder: Path) -> None:
         print({name: round(1e3 * found["median"], 1) for name, found in result["step_s"].items()}, flush=True)
 
 
-def main() -> None:
+# ---- the runs of lib.runs --------------------------------------------------------------------------------------------
+
+
+def make_run(flags: str, batch: int, device: torch.device) -> Run:
+    """A run of ``lib.runs.train_gpt2`` with these flags and so many sequences a GPU, ready for its first step."""
+    options = parse(make_gpt2_parser(), flags.split())
+    world = World() if options.strategy == "single" else find_world()
+    options = arrange(parse(make_gpt2_parser(), [*flags.split(), "--batch", str(batch * world.size)]), world.size)
+    task = make_task(options, GPT2Task)
+    set_up(options, device)
+    return Run(options, task, world, device, task.describe(), False)
+
+
+def start_runs(options: argparse.Namespace, batch: int, device: torch.device) -> dict[str, Run]:
+    """The run of each way, with its step recorded as a graph if it says so."""
+    made = {}
+    pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+    common, ways = (TINY_RUN, TINY_RUNS) if options.tiny else (RUN, RUNS)
+    for name, flags in ways.items():
+        if options.ways and name not in options.ways.split(","):
+            continue
+        began = time.perf_counter()
+        made[name] = run = make_run(f"{common} {flags}", batch, device)
+        if name == "in step":
+            run.strategy.in_turn = False
+            run.strategy.micro_step = lambda is_last, run=run: run.strategy.call.no_sync()  # type: ignore[method-assign]
+            run.strategy.finish = lambda: None  # type: ignore[method-assign]
+        run.set_lr(0)
+        if run.options.graph:
+            run.record_graph(pool)
+        else:
+            for _ in range(3):
+                run.step(*run.batch())
+        wait_for(device)
+        print(f"{name}: {time.perf_counter() - began:.1f} s to its first steps, {run.strategy.opening}", flush=True)
+    return made
+
+
+def measure_runs(rank: int, device: torch.device, options: argparse.Namespace) -> None:
+    """Time rows of steps of each way in turns, on each GPU. Rank 0 records the results."""
+    for batch in map(int, options.runs.split(",")):
+        runs = start_runs(options, batch, device)
+        takes = {name: partial(take_step, run) for name, run in runs.items()}
+        n_steps = 2 if options.tiny else max(4, 160 // batch)
+        times = in_turns(takes, partial(of_this_rank, device=device, n=n_steps), options.rounds, 1)
+        every: list = [None] * dist.get_world_size()
+        dist.all_gather_object(every, times)
+        task = next(iter(runs.values())).task
+        found: dict = {"batch": batch, "tokens_per_row": task.per_row, "flops_per_token": task.flops_per_item}
+        found["step_values_s"] = {name: [of_rank[name] for of_rank in every] for name in times}
+        if rank == 0:
+            write_runs(found, options.folder)
+        del takes
+        for run in runs.values():
+            del run.step
+        runs.clear()
+        gc.collect()
+    dist.barrier()
+    wait_for(device)
+    if device.type == "cuda":  # the results are written, and NCCL could wait for graphs that are not gone
+        sys.stdout.flush()
+        os._exit(0)
+
+
+def of_this_rank(take: Callable[[], object], device: torch.device, n: int) -> float:
+    """Seconds of a step on this rank, the mean of ``n``; all ranks begin together."""
+    dist.barrier()
+    return seconds_of(take, device, n)
+
+
+def take_step(run: Run) -> torch.Tensor:
+    """One step of a run on its next batch."""
+    return run.step(*run.batch())
+
+
+def write_runs(found: dict, folder: Path) -> None:
+    """Put the results for one batch in their place in ``ddp_runs.json``, and print them."""
+    n = len(next(iter(found["step_values_s"].values())))
+    try:
+        before = load("ddp_runs", folder)
+        results = before["results"] if before["machine"] == machine() else {}
+    except FileNotFoundError:
+        results = {}
+    results.setdefault(str(n), {})[str(found["batch"])] = found
+    record("ddp_runs", results, folder)
+    for name, every in found["step_values_s"].items():
+        print(found["batch"], name, *(f"{1e3 * spread(of_rank)['median']:.2f}" for of_rank in every), "ms", flush=True)
+
+
+def flags() -> argparse.Namespace:
+    """What the command line asks for."""
     parser = ProgramParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=wholes, default="2,4")
     parser.add_argument("--backend", choices=("gloo", "nccl"), default="nccl" if torch.cuda.is_available() else "gloo")
@@ -203,9 +327,19 @@ def main() -> None:
     )
     parser.add_argument("--folder", type=Path, default=MEASUREMENTS)
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to try the program")
-    options = parser.parse_args()
+    parser.add_argument("--runs", type=wholes, help="measure lib.runs.train_gpt2 with so many sequences a GPU")
+    parser.add_argument("--ways", type=some_of(*RUNS), help="only these ways of --runs; default: all")
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = flags()
     if options.tiny:
         options.context, options.rounds = 16, 4
+    if options.runs:
+        for n_ranks in map(int, options.ranks.split(",")):
+            spawn(measure_runs, options.backend, n_ranks, options)
+        return
     record("ddp", kept(options), options.folder)
     for n_ranks in map(int, options.ranks.split(",")):
         spawn(measure_steps, options.backend, n_ranks, f"{options.backend} {n_ranks}", options)

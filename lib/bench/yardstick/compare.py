@@ -14,7 +14,7 @@ because scaling is computed from them, and last the folder whose machine the mer
 
 *ours* is chapter 5's model on the path of ``lib.fast.models``,
 in parts with flat parameters (``lib.bench.yardstick.replicas``),
-whose gradients copy engines average while backward runs (``lib.bench.yardstick.copies``),
+whose gradients copy engines average while backward runs (``lib.fast.copies``),
 or with ``--averaging collectives`` chapter 10's ``OverlapDDP``; forward, backward,
 averaging and update are one CUDA graph. *peer* is timm with autocast to bf16 and ``torch.compile``,
 under ``DistributedDataParallel``.
@@ -47,9 +47,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lib.bench.kit import machine, record, seconds_of, slowest, spawn, spread, wait_for
 from lib.bench.ladder import N_IMAGES, PEAK_FLOPS, Rung, ViTTask, flops_per_item, set_tf32
-from lib.bench.yardstick.copies import CopyDDP, InTurn
 from lib.bench.yardstick.replicas import RowViT, train_step
 from lib.ddp import OverlapDDP
+from lib.fast.copies import CopyDDP, InTurn
 from lib.fast.models import ATTENTIONS, capture
 from lib.fast.models import Path as FastPath
 from lib.fsdp import FullySharded
@@ -63,7 +63,10 @@ N_WARMUP, MIN_ROUNDS, MAX_ROUNDS = 3, 3, 30
 N_CHECKED = 2  # images a rank for the comparison of gradients
 LIMITS = {"gradients": 1e-3, "bf16_gradients": 0.3, "losses": 1e-3, "tiny losses": 1e-2}
 SMALL = ViTConfig(image_size=32, patch_size=8, n_classes=10, dim=64, n_layers=6, n_heads=2, hidden_dim=128)
-AVERAGING: dict[str, Callable[[nn.Module], nn.Module]] = {"copies": CopyDDP, "collectives": OverlapDDP}
+AVERAGING: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "copies": lambda parts: CopyDDP(parts, bucket_mb=0, sent=DTYPE),
+    "collectives": OverlapDDP,
+}
 
 
 @dataclass(frozen=True, kw_only=True)

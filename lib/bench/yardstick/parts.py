@@ -13,11 +13,11 @@ Every step is one CUDA graph: forward, backward and SGD's update, and
 - ``after``: the same averaging, begun when backward has ended;
 - ``averaged bf16``: gradients travel as bf16, half of the bytes, and become float32 again on a stream of their own;
 - ``averaged 8 CTAs`` and ``4 CTAs``: NCCL may start only that many thread blocks, so it takes fewer multiprocessors;
-- ``averaged copies``: copy engines move the gradients, by ``lib.bench.yardstick.copies``; ``copies bf16``:
+- ``averaged copies``: copy engines move the gradients, by ``lib.fast.copies``; ``copies bf16``:
   half as many bytes on the way to the rank that computes the mean; ``copies in turn``: the same,
   and each part is updated when its mean is there.
   In these, ranks wait for each other by a command to the GPU; ``copies kernels``: like ``copies in turn``,
-  but a kernel waits, as in ``lib.bench.yardstick.copies``;
+  but a kernel waits, as in ``lib.fast.copies``;
 - ``wires``, with the same endings: the averaging of all gradients, and nothing else.
 
 Of some ways it also traces the kernels, and compares each with the same kernel of ``in step``,
@@ -58,9 +58,9 @@ from lib.bench.ddp import covered, merged
 from lib.bench.kit import record, seconds_of, slowest, spawn, spread, wait_for
 from lib.bench.ladder import Rung, set_tf32
 from lib.bench.yardstick.compare import LR, MOMENTUM, N_WARMUP, Cell, PlainTask, cells_of, our_parts, path_of, sgd
-from lib.bench.yardstick.copies import CopyDDP, InTurn, Places, allocate_shared, in_peers_memory
 from lib.bench.yardstick.replicas import train_step
 from lib.ddp import OverlapDDP, average_gradients
+from lib.fast.copies import CopyDDP, InTurn, Places, allocate_shared, in_peers_memory
 from lib.fast.models import capture
 from lib.given.data.record import MEASUREMENTS, load
 from lib.runs.flags import ProgramParser, positive, whole
@@ -195,7 +195,7 @@ def by_copies(
     """Steps whose gradients copy engines average during backward, updated at its end or in turn;
     and the averaging alone.
     """
-    copies = CopyDDP(model.get_submodule("module"), sent, places)
+    copies = CopyDDP(model.get_submodule("module"), 0, sent, places)
     copies.is_paused = True  # in all other ways
 
     def running(step: Step) -> Step:
@@ -217,9 +217,7 @@ def by_copies(
 
     def alone() -> Tensor:
         grads = gradients(model)
-        for p in list(model.parameters())[::-1]:
-            copies.start(p)
-        copies.finish_gradient_synchronization()
+        list(copies.finished())
         return grads[0]
 
     return running(at_end), running(in_turn), alone

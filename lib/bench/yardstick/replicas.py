@@ -197,7 +197,7 @@ def train_step(
 
     Args:
         loss_of: The forward pass.
-        optimizer: Anything with ``zero_grad`` and ``step``, ``lib.bench.yardstick.copies.InTurn`` too.
+        optimizer: Anything with ``zero_grad`` and ``step``, ``lib.fast.copies.InTurn`` too.
             Gradients are allocated anew in each step; in a recorded step they keep their addresses.
         finish: Completes the gradients, for example ``OverlapDDP.finish_gradient_synchronization``.
 

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from lib.runs.engine.options import OPTIMIZERS, PRECISIONS, STRATEGIES
+from lib.runs.engine.options import AVERAGING, OPTIMIZERS, PRECISIONS, STRATEGIES
 from lib.runs.flags import MOST_SEED, Parser, degree, fraction, positive, share, whole
 
 
@@ -125,6 +125,13 @@ def add_training_flags(parser: Parser, items: str) -> None:
         "since their steps are as long as AdamW's",
     )
     train.add_argument("--bucket-mb", type=positive, default=25.0, help="size of a DDP bucket, in 2**20 bytes")
+    train.add_argument(
+        "--averaging",
+        choices=AVERAGING,
+        default="auto",
+        help="how ddp averages gradients: by copies between the GPUs of one host, which hold no multiprocessor, "
+        "or by collectives; auto: by copies where every GPU can read the others' memory",
+    )
     train.add_argument(
         "--seed", type=whole(0, MOST_SEED), default=0, help="for the initial weights and the order of the data"
     )

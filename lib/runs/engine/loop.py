@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lib import amp
+from lib.fast.copies import CopyDDP
 from lib.fast.models import capture
 from lib.runs.engine import export
 from lib.runs.engine import state as checkpoints
@@ -61,6 +62,7 @@ class Run:
         torch.manual_seed(options.seed)
         self.strategy: Strategy = make_strategy(options, task.new_loss(device), self.mesh)
         self.optimizer: Optimizer = make_optimizer(options, self.strategy.groups(), device, self.strategy)
+        self.strategy.in_turn = isinstance(self.strategy.call, CopyDDP) and divides_gradients(options, self.optimizer)
         self.scaler: Any = self._scaler()
         self.parameters = list(self.strategy.named().values())
         self.numbers = self._order()
@@ -138,7 +140,7 @@ class Run:
         lr = self.optimizer.param_groups[0]["lr"]
         if self.scaler is None:
             self.strategy.decay(lr)
-            self.optimizer.step()
+            self.strategy.update(self.optimizer)
         else:
             self.scaler_step(lr)
         return numbers if norm is None else torch.cat([numbers, norm.float().reshape(1)])
@@ -146,7 +148,7 @@ class Run:
     def clip(self, max_norm: float) -> Tensor:
         """Scale the whole gradient to a norm of at most ``max_norm``, now or in the update; return its norm before."""
         if divides_gradients(self.options, self.optimizer):
-            return clip_in_update(self.optimizer, max_norm)
+            return clip_in_update(self.optimizer, max_norm, self.strategy.norm())
         return self.strategy.clip(max_norm)
 
     def scaler_step(self, lr: float) -> None:
@@ -188,8 +190,12 @@ class Run:
                 group["lr"] = lr
         return lr
 
-    def record_graph(self) -> None:
-        """Record a step as a CUDA graph, then restore in place everything that the recording changed."""
+    def record_graph(self, pool: Any = None) -> None:
+        """Record a step as a CUDA graph, then restore in place everything that the recording changed.
+
+        Args:
+            pool: See `lib.fast.models.capture`.
+        """
         inputs, targets = (torch.empty_like(x) for x in self.task.source.fetch(self._some_numbers()))
         inputs.zero_()
         targets.zero_()
@@ -200,7 +206,7 @@ class Run:
             *(v for s in self.optimizer.state.values() for v in s.values() if torch.is_tensor(v)),
         ]
         before = [tensor.detach().clone() for tensor in tensors]
-        replay = capture(lambda: self.plain_step(inputs, targets), on_ranks=self.n_data > 1)
+        replay = capture(lambda: self.plain_step(inputs, targets), on_ranks=self.n_data > 1, pool=pool)
         with torch.no_grad():
             for tensor, old in zip(tensors, before, strict=True):
                 tensor.copy_(old)
@@ -223,6 +229,8 @@ class Run:
         o = self.options
         if o.graph:
             self.record_graph()
+        if self.strategy.opening and self.world.rank == 0 and not o.quiet:
+            print(self.strategy.opening, file=sys.stderr, flush=True)
         log = Log(o, self.task, self.device, self.world.size, self.begin, self.world.rank == 0, self.wandb_id)
         self.wandb_id = log.wandb_id
         done = self.begin

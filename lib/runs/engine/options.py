@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+AVERAGING = ("auto", "copies", "collectives")
 KINDS = ("pipeline", "replicate", "context", "shard", "expert", "tensor")
 """Kinds of parallelism, each an axis of the mesh of ranks.
 
@@ -56,6 +57,7 @@ class Options:
     optimizer: str | None
     muon_lr: float | None
     bucket_mb: float
+    averaging: str
     data: str | None
     column: str | None
     limit: int | None
@@ -113,6 +115,12 @@ class Options:
         return self.uses("shard") or (
             not self.ours and self.uses("replicate", "context") and self.uses("tensor", "pipeline")
         )
+
+    @property
+    def copies(self) -> bool:
+        """Whether all ranks keep the whole model, and our engine averages their gradients while backward goes on."""
+        divided = self.uses("shard", "tensor", "pipeline", "expert")
+        return self.ours and self.uses("replicate", "context") and not divided
 
     @property
     def is_parallel(self) -> bool:

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 import torch
 import torch.distributed as dist
 
+from lib.fast.copies import lost_rank
 from lib.fast.models import forbid_workspace
 from lib.runs.engine import state as checkpoints
 from lib.runs.engine.evaluation import hold_out, load_questions
@@ -42,7 +43,7 @@ def main(
 
     Returns:
         0, or 75 if the run was asked to leave early.
-        2, after one line on stderr, if the request is wrong or memory ran out.
+        2, after one line on stderr, if the request is wrong, memory ran out or another rank was lost.
     """
     group_was_there, status = dist.is_initialized(), 0
     try:
@@ -51,7 +52,7 @@ def main(
     except UsageError as error:
         status = _refuse(parser, str(error))
     except (MemoryError, RuntimeError) as error:
-        if (text := shortage(error, memory_flags(parser))) is None:
+        if (text := shortage(error, memory_flags(parser)) or lost_rank(error)) is None:
             raise
         return _refuse(parser, text)  # the other ranks go on: destroying the group would wait for them
     if dist.is_initialized() and not group_was_there:  # after any other error NCCL would wait for the other ranks here
@@ -145,7 +146,7 @@ def set_up(options: Options, device: torch.device) -> None:
     if options.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    if options.graph and not options.is_parallel:  # beside collectives it was not measured
+    if options.graph:
         forbid_workspace(device)
     if options.compile:
         # a whole model is split at DDP's buckets; a block is smaller than a bucket, and splitting it would gain nothing

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lib.ddp import BucketedDDP, average_gradients_flat
+from lib.fast.copies import CopyDDP, share_a_host
 from lib.fsdp import FullySharded, apply_fully_shard, clip_sharded_gradient_norm_, shard
 from lib.given.parallel.sharding import all_gather_row
 from lib.runs.engine.mesh import Mesh
@@ -23,6 +24,7 @@ from lib.runs.engine.options import Options
 from lib.runs.engine.stages import units_of
 from lib.runs.engine.strategy import Strategy
 from lib.runs.engine.tasks import Loss
+from lib.runs.flags import UsageError
 
 
 class Copied(Strategy):
@@ -46,7 +48,9 @@ class Replicated(Strategy):
 
     def wrap(self, loss: Loss) -> nn.Module:
         if self.options.ours:
-            return BucketedDDP(loss, self.options.bucket_mb)
+            by_copies = takes_copies(self.options, loss)
+            self.opening = f"gradients are averaged by {'copies between GPUs' if by_copies else 'collectives'}"
+            return (CopyDDP if by_copies else BucketedDDP)(loss, self.options.bucket_mb)
         devices = [loss.device] if loss.device.type == "cuda" else None
         settings: dict[str, Any] = {"bucket_cap_mb": self.options.bucket_mb, "gradient_as_bucket_view": True}
         return DistributedDataParallel(loss, device_ids=devices, **settings)
@@ -55,8 +59,56 @@ class Replicated(Strategy):
         return nullcontext() if is_last else self.call.no_sync()
 
     def finish(self) -> None:
-        if self.options.ours:
+        if self.in_turn:
+            self.call.start_others()
+        elif self.options.ours:
             self.call.finish_gradient_synchronization()
+
+    def norm(self) -> Tensor:
+        return self.call.norm() if self.in_turn else super().norm()
+
+    def update(self, optimizer: Optimizer) -> None:
+        if self.in_turn:
+            update_in_turn(optimizer, self.call)
+        else:
+            super().update(optimizer)
+
+
+def update_in_turn(optimizer: Optimizer, averaging: CopyDDP) -> None:
+    """Update all parameters but those of the last bucket, which is still on its way, and then those."""
+    grads = {p: p.grad for mean in averaging.means for p in mean.parameters}
+    *most, last = averaging.means
+    arrived: list[nn.Parameter] = []
+    for p in grads:
+        p.grad = None
+    for parameters in averaging.finished():
+        arrived += parameters
+        if parameters is last.parameters or (most and parameters is most[-1].parameters):
+            for p in arrived:
+                p.grad = grads[p]
+            optimizer.step()  # passes over parameters without a gradient
+            for p in arrived:
+                p.grad = None
+            arrived.clear()
+    for p, grad in grads.items():
+        p.grad = grad
+
+
+def takes_copies(options: Options, loss: Loss) -> bool:
+    """Whether copy engines average the gradients; all ranks return the same.
+
+    Raises:
+        UsageError: they were asked for and cannot.
+    """
+    if options.averaging == "collectives":
+        return False
+    found = share_a_host(loss.device) and all(p.dtype == torch.float32 for p in loss.parameters() if p.requires_grad)
+    if options.averaging == "copies" and not found:
+        raise UsageError(
+            "--averaging copies: not every rank's GPU can read the memory of all others, or a parameter is not "
+            "float32; expected the GPUs of one host, all visible to each rank, or --averaging collectives"
+        )
+    return found
 
 
 class HybridSharded(FullySharded):
@@ -269,18 +321,17 @@ def divides_gradients(options: Options, optimizer: Optimizer) -> bool:
 
 
 @torch.no_grad()
-def clip_in_update(optimizer: Optimizer, max_norm: float) -> Tensor:
+def clip_in_update(optimizer: Optimizer, max_norm: float, norm: Tensor) -> Tensor:
     """Let PyTorch's fused AdamW clip the gradients while it reads them; a pass over all of them less.
 
     Args:
         optimizer: Its next step scales all of its gradients to a common norm of at most ``max_norm``.
         max_norm: Largest norm of the whole gradient.
+        norm: Norm of the whole gradient.
 
     Returns:
-        The norm before that.
+        ``norm``.
     """
-    grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    norm = nn.utils.get_total_norm(grads)
     optimizer.grad_scale = ((norm + 1e-6) / max_norm).clamp(min=1.0)  # type: ignore[attr-defined]
     return norm
 

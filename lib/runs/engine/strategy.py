@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from lib.runs.engine.context import divide_sequences
 from lib.runs.engine.experts import Balance, narrow_mixtures, spread_experts
@@ -35,7 +36,12 @@ class Strategy:
         cuts: How parameters are divided along the tensor axis, and experts along theirs.
         balance: Keeps the experts of mixtures equally busy; None for a dense model.
         tied: Names of the parameters on this stage that both the first stage and the last one have.
+        opening: What the program says before the first step; empty if there is nothing to say.
+        in_turn: Whether parameters are updated as their gradients arrive. The optimizer then needs nothing else.
     """
+
+    opening = ""
+    in_turn = False
 
     def __init__(self, options: Options, loss: Loss, mesh: Mesh):
         self.options, self.model, self.loss, self.mesh = options, loss.model, loss, mesh
@@ -169,6 +175,14 @@ class Strategy:
         if name not in self.cuts or self.is_spread(name):  # whole on each of the ranks that divide a layer
             n *= size["tensor"]
         return 2 * n if name in self.tied else n
+
+    def norm(self) -> Tensor:
+        """The norm of the whole gradient, where each rank has all of it."""
+        return nn.utils.get_total_norm([p.grad for p in self.named().values() if p.grad is not None])
+
+    def update(self, optimizer: Optimizer) -> None:
+        """The optimizer's step."""
+        optimizer.step()
 
     def decay(self, lr: float) -> None:
         """Apply weight decay that the optimizer cannot apply, before its step."""

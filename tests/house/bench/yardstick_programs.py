@@ -12,9 +12,9 @@ from unittest.mock import MagicMock, patch
 import torch
 import torch.distributed as dist
 
-from lib.bench.yardstick.copies import CopyDDP, InTurn, MeanByCopies
 from lib.bench.yardstick.parts import make_ways, meeting
 from lib.bench.yardstick.replicas import RowViT, train_step
+from lib.fast.copies import CopyDDP, InTurn, in_peers_memory, lost_rank
 from lib.fast.models import Path, capture
 from lib.given.models.vit import ViTConfig
 from solutions.ddp import OverlapDDP
@@ -99,19 +99,36 @@ def in_files(folder, world_size):
     return places
 
 
-def mean_by_copies(rank, world_size, folder, n, sent):
+def without_streams():
+    """Lets `CopyDDP` run on a CPU, where everything happens in order."""
+    streams: Any = {"Stream": MagicMock(), "current_stream": MagicMock(), "stream": lambda stream: nullcontext()}
+    return patch.multiple(torch.cuda, **streams)
+
+
+def mean_by_copies(rank, world_size, folder, sizes, sent):
     """Three means in a row of gradients that differ on each rank, through memory that lies in files;
-    and what was expected.
+    and what was expected. In the second round one rank has no gradient of the first parameter.
     """
-    mean = MeanByCopies(n, torch.device("cpu"), sent, in_files(folder, world_size))
     got, want = [], []
-    for seed in range(3):
-        every = [torch.randn(n, generator=torch.Generator().manual_seed(10 * seed + r)) for r in range(world_size)]
-        gradient = every[rank].clone()
-        mean(gradient)
-        got.append(gradient)
-        want.append(torch.stack([x.to(sent) for x in every]).float().mean(0))
+    with without_streams():
+        model = torch.nn.ParameterList(torch.zeros(n) for n in sizes)
+        copies = CopyDDP(model, 80 / 2**20, sent, in_files(folder, world_size))
+        for seed in range(3):
+            every = [torch.randn(sum(sizes), generator=generator(10 * seed + r)) for r in range(world_size)]
+            for p, grad in zip(model, every[rank].clone().split(sizes), strict=True):
+                p.grad = grad
+            if seed == 1:
+                every[0][: sizes[0]] = 0
+                if rank == 0:
+                    model[0].grad = None
+            copies.finish_gradient_synchronization()
+            got.append(torch.cat([p.grad for p in model]))
+            want.append(torch.stack([x.to(sent) for x in every]).float().mean(0))
     return got, want
+
+
+def generator(seed):
+    return torch.Generator().manual_seed(seed)
 
 
 def train_through_files(rank, world_size, folder, n_steps=3):
@@ -119,13 +136,12 @@ def train_through_files(rank, world_size, folder, n_steps=3):
     and what a second backward is told.
     """
     images, labels = (x.chunk(world_size)[rank] for x in batch())
-    streams: Any = {"Stream": MagicMock(), "current_stream": MagicMock(), "stream": lambda stream: nullcontext()}
     found = {}
-    with patch.multiple(torch.cuda, **streams):
+    with without_streams():
         for name in ("collectives", "at the end", "in turn"):
             model = parts(seed=rank)
             places = in_files(f"{folder}/{name}", world_size)
-            wrapped: Any = OverlapDDP(model) if name == "collectives" else CopyDDP(model, torch.float32, places)
+            wrapped: Any = OverlapDDP(model) if name == "collectives" else CopyDDP(model, 0.01, places=places)
             if name == "in turn":
                 optimizer, finish = InTurn(wrapped, sgd), lambda: None
             else:
@@ -156,7 +172,7 @@ def train_by_copies(rank, device, n_steps, folder):
         images, labels = (x.chunk(dist.get_world_size())[rank].to(device) for x in batch(8))
         with device:
             model = parts(seed=rank)
-        wrapped: Any = OverlapDDP(model) if name == "collectives" else CopyDDP(model, torch.float32)
+        wrapped: Any = OverlapDDP(model) if name == "collectives" else CopyDDP(model, 0)
         if "in turn" in name:
             optimizer, finish = InTurn(wrapped, sgd), lambda: None
         else:
@@ -225,11 +241,20 @@ def meet_on_streams(rank, device, n_rounds=4):
 
 def mean_on_gpus(rank, device, n, sent, places, folder):
     """On GPUs: means of random gradients by copies, eager and in a graph, beside those of NCCL."""
-    mean = MeanByCopies(n, device, sent, places)
+    model = torch.nn.ParameterList([torch.zeros(n, device=device)])
+    copies = CopyDDP(model, 0, sent, places)
     gradient = torch.empty(n, device=device)
+
+    def average():
+        model[0].grad = gradient
+        copies.finish_gradient_synchronization()
+        return model[0].grad
+
+    average()  # compiles
+    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        mean(gradient)
+        result = average()
     found = []
     for seed in range(6):
         own = torch.randn(n, device=device, generator=torch.Generator(device).manual_seed(100 * seed + rank))
@@ -238,6 +263,25 @@ def mean_on_gpus(rank, device, n, sent, places, folder):
         if seed % 2:
             graph.replay()
         else:
-            mean(gradient)
-        found.append((gradient.cpu(), want.cpu()))
+            result = average()
+        found.append((result.cpu(), want.cpu()))
     torch.save(found, f"{folder}/{rank}.pt")
+
+
+def leave_the_others(rank, device, folder):
+    """On GPUs: the last rank leaves before a mean; each of the others saves what it would tell its user."""
+    model = torch.nn.ParameterList([torch.zeros(1000, device=device)])
+    copies = CopyDDP(model, places=partial(in_peers_memory, patience_s=3))
+    copies.finish_gradient_synchronization()
+    torch.cuda.synchronize()
+    dist.barrier()
+    torch.cuda.synchronize()
+    if rank < dist.get_world_size() - 1:
+        copies.finish_gradient_synchronization()
+        try:
+            torch.cuda.synchronize()
+            said = "nothing"
+        except RuntimeError as error:
+            said = lost_rank(error) or str(error)
+        (folder / str(rank)).write_text(said)
+    os._exit(0)

@@ -11,13 +11,15 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
+from lib.fast.copies import CopyDDP
 from lib.linear_attention import GatedDeltaNet
 from lib.ranks import milestone
 from lib.runs import train_gpt2, train_llama, train_vit
-from lib.runs.engine import context, tasks
+from lib.runs.engine import context, strategies, tasks
 from lib.runs.engine.log import Log
 from lib.runs.engine.loop import Run
 from lib.runs.engine.signals import STATUS
+from tests.house.bench.yardstick_programs import in_files, without_streams
 
 PROGRAMS = {"vit": train_vit.main, "gpt2": train_gpt2.main, "llama": train_llama.main}
 
@@ -40,6 +42,20 @@ def run_all_fused(rank: int, world_size: int, commands: list[str]) -> list[tuple
     plain = torch.optim.AdamW
     with mock.patch.object(torch.optim, "AdamW", lambda *args, **kw: plain(*args, **kw | {"fused": True})):
         return run_all(rank, world_size, commands)
+
+
+def run_by_copies(rank: int, world_size: int, commands: list[str], folder: str) -> list[tuple[int, str]]:
+    """`run_all` as between GPUs that can read each other's memory, which here lies in files."""
+    made = iter(range(len(commands)))
+
+    def wrap(loss: torch.nn.Module, bucket_mb: float) -> CopyDDP:
+        own = f"{folder}/{next(made)}"
+        os.makedirs(own, exist_ok=True)
+        return CopyDDP(loss, bucket_mb, places=in_files(own, world_size))
+
+    here: dict[str, Any] = {"share_a_host": lambda device: True, "CopyDDP": wrap}
+    with mock.patch.multiple(strategies, **here), without_streams():
+        return run_all_fused(rank, world_size, commands)
 
 
 def wait_for_all() -> None:

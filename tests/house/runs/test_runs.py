@@ -130,6 +130,42 @@ def test_flat_shards_decay_where_a_whole_model_does_and_keep_nothing_for_it(tmp_
 
 
 @pytest.mark.time_limit(100)
+def test_copies_average_gradients_as_collectives_do(tmp_path):
+    """Bit by bit, because two numbers have one sum."""
+    begun = f"{VIT} --strategy ddp --bucket-mb 0.02"
+    ways = [f"{begun} --accumulate 2 --clip 0.1", f"{GPT2} --strategy ddp --optimizer muon --bucket-mb 0.01"]
+    halves = [f"{begun} --steps 2 --checkpoint {tmp_path}/CK", f"{begun} --checkpoint {tmp_path}/CK"]
+    commands = [f"{command} --log {tmp_path}/WAY{i}" for i, command in enumerate([*ways, *halves])]
+    for way, program, *more in (
+        ("collectives", programs.run_all),
+        ("copies", programs.run_by_copies, f"{tmp_path}/memory"),
+    ):
+        named = [f"{c} --averaging {way}".replace("WAY", way).replace("CK", f"ck_{way}") for c in commands]
+        on_ranks(program, named, *more)
+    for i in (0, 1, 3):
+        assert curve(tmp_path / f"copies{i}") == curve(tmp_path / f"collectives{i}"), commands[i]
+    assert list(curve(tmp_path / "copies3")) == [2, 3]
+
+
+@pytest.mark.time_limit(100)
+def test_parameters_are_updated_as_their_means_arrive(tmp_path):
+    """The norm that clips them is known before: each rank has computed that of its part."""
+    ways = [
+        f"{program} --strategy ddp --optimizer adamw --bucket-mb {size} --clip {clip}"
+        for program, size, clip in ((VIT, 0.02, 0.1), (GPT2, 100, 0.1), (GPT2, 0.01, 0))
+    ]
+    for kind in (programs.run_all_fused, programs.run_by_copies):
+        folder = tmp_path / kind.__name__
+        logs = [f"{way} --log {folder}/{i}" for i, way in enumerate(ways)]
+        on_ranks(kind, logs, *([f"{folder}/memory"] if kind is programs.run_by_copies else []))
+    for i in range(len(ways)):
+        copies, collectives = (curve(tmp_path / name / str(i)) for name in ("run_by_copies", "run_all_fused"))
+        torch.testing.assert_close(
+            [x for pair in copies.values() for x in pair if x], [x for pair in collectives.values() for x in pair if x]
+        )
+
+
+@pytest.mark.time_limit(100)
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler looks at it
 def test_a_compiled_block_is_not_cut_where_ddp_has_a_full_bucket(tmp_path):
     command = f"{VIT} --strategy ddp --engine torch --bucket-mb 0.05"
@@ -352,6 +388,7 @@ def refused(capsys, command: str, *words: str) -> None:
         ("vit --strategy ddp --engine torch --compile whole --bucket-mb 0.5", ("--bucket-mb 0.5", "blocks")),
         ("vit --graph --device cpu", ("--graph", "CUDA")),
         ("vit --graph --strategy fsdp", ("--graph", "fsdp", "ddp")),
+        ("vit --averaging copies --strategy tp", ("--averaging copies with --strategy tp", "expected ddp")),
         ("vit --graph --precision float16", ("--graph", "float16", "bf16")),
         ("vit --graph --optimizer ours", ("--graph", "--optimizer ours", "adamw")),
         ("vit --attention flash", ("--attention flash", "float32", "bf16")),
@@ -594,7 +631,8 @@ def test_adamw_clips_the_gradients_that_it_reads():
         for a, b in zip(first[:2], second, strict=False):  # the third has no gradient
             a.grad = scale * torch.randn_like(a)
             b.grad = a.grad.clone()
-        norm, wanted = clip_in_update(ours, 1.0), torch.nn.utils.clip_grad_norm_(second, 1.0)
+        total = torch.nn.utils.get_total_norm([p.grad for p in first if p.grad is not None])
+        norm, wanted = clip_in_update(ours, 1.0, total), torch.nn.utils.clip_grad_norm_(second, 1.0)
         ours.step()
         plain.step()
         torch.testing.assert_close(norm, wanted)
@@ -630,7 +668,7 @@ def test_the_kernels_of_a_block_are_for_16_bits_on_a_gpu_and_for_layers_that_are
         assert not task.fast_path(CPU).kernels
 
 
-def test_a_recorded_step_of_one_process_takes_products_without_a_workspace(monkeypatch):
+def test_a_recorded_step_takes_products_without_a_workspace(monkeypatch):
     for name in ("set_num_threads", "set_float32_matmul_precision", "use_deterministic_algorithms", "cuda.set_device"):
         monkeypatch.setattr(f"torch.{name}", lambda value: None)
     hopper, older, name = (9, 0), (8, 0), "CUBLAS_WORKSPACE_CONFIG"
@@ -640,7 +678,7 @@ def test_a_recorded_step_of_one_process_takes_products_without_a_workspace(monke
         ("--graph", older, None, None),
         ("--graph", hopper, ":16:8", ":16:8"),
         ("--graph --deterministic", hopper, None, ":4096:8"),
-        ("--graph --strategy ddp", hopper, None, None),
+        ("--graph --strategy ddp", hopper, None, ":0:0"),
     ):
         monkeypatch.setenv(name, before or "")
         if before is None:
