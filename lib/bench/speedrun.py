@@ -262,6 +262,12 @@ def row(recipe: Recipe, curves: list[Curve], goal: float) -> dict[str, Any]:
     }
 
 
+def peak_of(card: str) -> float | None:
+    """FLOP/s of the card in bf16, by its data sheet; None if the book has none."""
+    sheet = sheet_of(card)
+    return sheet.peak_flops if sheet else None
+
+
 def measure(names: list[str], runner: Runner, settings: dict[str, Any], o: argparse.Namespace) -> dict[str, Any]:
     """The rows of these recipes, when all of their trainings are done, here or by others that share the folder."""
     seeds = {name: range(o.seeds or RECIPES[name].seeds) for name in names}
@@ -311,13 +317,8 @@ def main(arguments: list[str] | None = None) -> None:
     card = torch.cuda.get_device_name() if o.device == "cuda" else "CPU"
     kept = cards.get(card, {}).get("rows", {}) if o.only else {}
     rows = {name: (kept | rows)[name] for name in RECIPES if name in kept | rows}
-    sheet = sheet_of(card)
-    about_card = {
-        "flops_per_token": training_flops_per_token(sizes(o, about["vocab_size"])),
-        "peak_flops": sheet.peak_flops if sheet else None,
-        "machine": machine(),
-    }
-    cards[card] = {"settings": settings, "goal": o.goal, "rows": rows, **about_card}
+    bound = {"flops_per_token": training_flops_per_token(sizes(o, about["vocab_size"])), "peak_flops": peak_of(card)}
+    cards[card] = {"settings": settings, "goal": o.goal, "rows": rows, **bound, "machine": machine()}
     record(NAME, {"goal": o.goal, "cards": cards}, o.folder)
     for name, found in rows.items():
         print(name, [f"{loss:.3f}" for loss in found["losses"]], found["reached"], flush=True)
