@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import Any
 
@@ -511,7 +512,8 @@ def climb(task: Task, rung: Rung, states: dict[bool, dict[str, Tensor]], seconds
     apart = {climber.who: compiled_apart(climber) for climber in climbers if rung.compiled}
     compile_s = {climber.who: climber.warm_up() for climber in climbers}
     times = race(climbers, seconds)
-    row: dict[str, Any] = {"rung": dataclasses.asdict(rung), "first_steps_s": compile_s, "step_s": times}
+    row: dict[str, Any] = {"rung": dataclasses.asdict(rung), "date": f"{datetime.now(UTC):%Y-%m-%d}"}
+    row |= {"first_steps_s": compile_s, "step_s": times}
     row["items_per_s"] = {climber.who: climber.n_items / times[climber.who]["median"] for climber in climbers}
     if apart:
         row["compiled_gradients_apart"] = apart
