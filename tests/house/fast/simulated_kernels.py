@@ -15,7 +15,7 @@ from lib.fast.attention import flash, flash_hopper, flash_items, flash_stored
 from lib.fast.attention.flash_hopper import Roles
 from lib.fast.attention.flash_stored import StoredBackward
 from lib.fast.launch import Launch, Sizes
-from lib.fast.parts import grouped, loss_hopper, mlp
+from lib.fast.parts import grouped, loss_hopper, mlp, onto
 from tests.house.fast.hopper_simulator import Fault, simulate
 
 SEEDS = range(3)
@@ -157,6 +157,15 @@ def around_gelu(form: str, n_programs: int, seed: int, **options: Any) -> dict[s
     d = (grad.double() @ second.double()) * slope.double()
     pairs = {"gelu": (gelu, wanted), "slope": (slope, wanted_slope), "d": (out, d), "d_bias": (sums.sum(0), d.sum(0))}
     return {name: distance(*pair) for name, pair in pairs.items()}
+
+
+def onto_stream(n_programs: int, seed: int, **options: Any) -> dict[str, float]:
+    """The product that ends a branch, onto the residual stream."""
+    n, C, width = 300, 392, 264
+    x, weight, bias = torch.randn(n, C).bfloat16(), (torch.randn(width, C) / C**0.5).bfloat16(), torch.randn(width)
+    stream, out = torch.randn(n, width).bfloat16(), empty(n, width)
+    simulate(onto._onto_launch((n, C, width, n_programs)), x, weight, bias, stream, out, seed=seed, **options)
+    return {"sum": distance(out, x.double() @ weight.double().T + bias.double() + stream.double())}
 
 
 def loss_of_rows(n_columns: int, n_vocab: int, n_programs: int, seed: int, **options: Any) -> dict[str, float]:
