@@ -38,6 +38,9 @@ class Cut:
     parts: int = 2  # a tile has 64 rows for each
 
 
+CUT, TURNED = Cut(stages=4, group=16), Cut(stages=4, group=16, transposed=True)
+
+
 @triton.jit
 def plan_kernel(counts, table, first_rows, E, n_slots, EXPERTS: tl.constexpr, SLOTS: tl.constexpr, M: tl.constexpr):
     """Find for each tile of rows its expert, its first row and the end of the expert's rows; count the tiles;
@@ -386,7 +389,7 @@ def grouped_matmul_fast(
     """
     (n_rows, width), columns = x.shape, weights.shape[2]
     transposed = weights.stride(2) != 1
-    cut = cut or Cut(stages=4, group=16, transposed=transposed)
+    cut = cut or (TURNED if transposed else CUT)
     table, _, n_slots = planned or plan(counts, n_rows)
     out = x.new_empty(n_rows, columns)
     inner = weights.transpose(1, 2) if transposed else weights
@@ -414,7 +417,7 @@ def weight_gradients_fast(
     cut: Cut | None = None,
 ) -> Float[Tensor, "e c f"]:
     """The gradient of the matrices by `matrices_kernel`."""
-    cut = cut or Cut(stages=4, group=16)
+    cut = cut or CUT
     _, first_rows, _ = planned or plan(counts, len(x))
     out = x.new_empty(len(counts), x.shape[1], grad.shape[1])
     key = (x.shape[1], grad.shape[1], len(counts), n_programs(x.device), cut)

@@ -243,6 +243,9 @@ def cases() -> Iterator[tuple[str, Callable[..., dict[str, float]]]]:
         for n_programs in (1, 3):
             name = f"around a GELU, {form}, programs: {n_programs}"
             yield name, lambda seed, f=form, n=n_programs, **kw: around_gelu(f, n, seed, **kw)
+    for n_programs in (1, 3):
+        name = f"around a GELU, onto the stream, programs: {n_programs}"
+        yield name, lambda seed, n=n_programs, **kw: onto_stream(n, seed, **kw)
     for sizes in ((264, 250, 1), (256, 256, 3), (384, 200, 2), (128, 100, 4)):
         yield f"loss of rows, {sizes}", lambda seed, s=sizes, **kw: loss_of_rows(*s, seed=seed, **kw)
 
