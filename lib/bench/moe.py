@@ -104,12 +104,13 @@ def inputs(config: MoEConfig, n_tokens: int, balanced: bool, device: str) -> tup
     return x, weights, counts
 
 
-def seconds(run: Callable[[], object], device: str) -> float:
+def seconds(run: Callable[[], object], device: str, cycles: int = 1_000_000) -> float:
     """Time of one call on the device.
 
-    On a GPU, other work fills the first half millisecond, so that the host runs ahead, as it does in training.
+    On a GPU, other work fills the first half millisecond, or as many clock cycles as are given, so that the host runs
+    ahead, as it does in training.
     """
-    return device_seconds(run, device, before=lambda: torch.cuda._sleep(1_000_000))
+    return device_seconds(run, device, before=lambda: torch.cuda._sleep(cycles))
 
 
 def forward(product: Product, x: Tensor, weights: Tensor, counts: Tensor) -> None:
@@ -178,8 +179,12 @@ def transformers_block(config: MoEConfig, way: str) -> nn.Module:
     from transformers import MixtralConfig
     from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
-    sizes = {"hidden_size": config.dim, "intermediate_size": config.hidden_dim}
-    settings = MixtralConfig(**sizes, num_local_experts=config.n_experts, num_experts_per_tok=config.k)
+    settings = MixtralConfig(
+        hidden_size=config.dim,
+        intermediate_size=config.hidden_dim,
+        num_local_experts=config.n_experts,
+        num_experts_per_tok=config.k,
+    )
     settings._experts_implementation = way
     block = MixtralSparseMoeBlock(settings)
     for name, parameter in block.named_parameters():
@@ -209,7 +214,7 @@ def layer_case(n_tokens: int, options: argparse.Namespace) -> dict[str, Any]:
     with torch.no_grad():
         expected = layers["Transformers, loop"](x).float()
         apart = {who: ((layer(x) - expected).norm() / expected.norm()).item() for who, layer in layers.items()}
-    timed = partial(seconds, device=options.device)
+    timed = partial(seconds, device=options.device, cycles=16_000_000)  # 8 ms: a layer has some hundred launches
     samples = in_turns({who: partial(step, layer, x) for who, layer in layers.items()}, timed, N_ROUNDS, N_WARMUP)
     flops = 3 * 3 * 2 * n_tokens * config.k * config.dim * config.hidden_dim
     taken = {who: spread(values) for who, values in samples.items()}

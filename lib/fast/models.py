@@ -26,7 +26,6 @@ from lib.fast.parts.gelu import TAIL, P, bias_gelu
 from lib.fast.parts.loss import linear_cross_entropy
 from lib.fast.parts.mlp import fits, mlp
 from lib.fast.parts.norms import norm_and_bias
-from lib.fast.parts.onto import linear_onto
 from lib.fast.parts.wide import tied_embedding, wide_linear
 
 ATTENTIONS = ("written out", "fused", "flash", "cudnn", "workbook", "quickest")
@@ -116,24 +115,17 @@ def linear_gelu(x: Tensor, path: Path, layer: nn.Linear, approximate: str) -> Te
 
 
 def mlp_of(
-    x: Tensor, path: Path, first: nn.Linear, second: nn.Linear, approximate: str, last_bias: Tensor | None,
-    stream: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """Two linear maps with a GELU between them; ``last_bias`` takes the place of the second one's bias.
-    The result is added to ``stream``, if there is one.
-    """
+    x: Tensor, path: Path, first: nn.Linear, second: nn.Linear, approximate: str, last_bias: Tensor | None
+) -> Tensor:
+    """Two linear maps with a GELU between them; ``last_bias`` takes the place of the second one's bias."""
     plain = isinstance(first, nn.Linear) and isinstance(second, nn.Linear)
     if not (path.kernels and plain and fits(x.to(path.dtype), first.out_features)):
-        return _last_product(linear_gelu(x, path, first, approximate), path, second, last_bias, stream)
-    rows, onto = x.to(path.dtype).flatten(0, -2), None if stream is None else stream.flatten(0, -2)
-    out = mlp(rows, first.weight, first.bias, second.weight, last_bias, approximate, onto)
-    return out.unflatten(0, x.shape[:-1])
+        return _last_product(linear_gelu(x, path, first, approximate), path, second, last_bias)
+    rows = x.to(path.dtype).flatten(0, -2)
+    return mlp(rows, first.weight, first.bias, second.weight, last_bias, approximate).unflatten(0, x.shape[:-1])
 
 
-def _last_product(x: Tensor, path: Path, layer: Any, bias: Tensor | None, stream: Tensor | None = None) -> Tensor:
-    if stream is not None and bias is not None:
-        rows, onto = x.to(path.dtype).flatten(0, -2), stream.flatten(0, -2)
-        return linear_onto(rows, layer.weight, bias, onto).view_as(stream)
+def _last_product(x: Tensor, path: Path, layer: Any, bias: Tensor | None) -> Tensor:
     return _product(x, path, layer, layer.weight, bias) if isinstance(layer, JOINABLE) else linear(x, path, layer)
 
 
@@ -145,14 +137,11 @@ def add_branch(x: Tensor, path: Path, layer: nn.LayerNorm, out: nn.Linear, branc
         path: How to compute it.
         layer: The norm.
         out: The last linear map.
-        branch: A function ``(normed, bias, stream=None)`` that computes the rest, with ``bias`` in ``out``, and adds it
-            to ``stream`` if there is one.
+        branch: A function ``(normed, bias)`` that computes the rest, with ``bias`` in ``out``.
     """
     bias = out.bias if isinstance(out, JOINABLE) else None
     if path.kernels and torch.compiler.is_compiling() and bias is not None:
         x, normed = norm_and_bias(x, layer, bias, path.dtype)
-        if isinstance(out, nn.Linear) and x.dtype == path.dtype and fits(x, out.out_features):
-            return branch(normed, bias.detach(), x)
         return x + branch(normed, bias.detach())
     return x + branch(norm(x, layer, path), bias)
 
@@ -222,11 +211,11 @@ def gpt2_block(block: Any, x: Tensor, path: Path, n_heads: int) -> Tensor:
     """One block of a ``lib.gpt2.GPT2``."""
     attn = block.attn
 
-    def attention(seen: Tensor, bias: Tensor | None, stream: Tensor | None = None) -> Tensor:
-        return _last_product(self_attention(seen, n_heads, path, True, attn.c_attn), path, attn.c_proj, bias, stream)
+    def attention(seen: Tensor, bias: Tensor | None) -> Tensor:
+        return _last_product(self_attention(seen, n_heads, path, True, attn.c_attn), path, attn.c_proj, bias)
 
-    def mlp_branch(seen: Tensor, bias: Tensor | None, stream: Tensor | None = None) -> Tensor:
-        return mlp_of(seen, path, block.mlp.c_fc, block.mlp.c_proj, "tanh", bias, stream)
+    def mlp_branch(seen: Tensor, bias: Tensor | None) -> Tensor:
+        return mlp_of(seen, path, block.mlp.c_fc, block.mlp.c_proj, "tanh", bias)
 
     x = add_branch(x, path, block.ln_1, attn.c_proj, attention)
     return add_branch(x, path, block.ln_2, block.mlp.c_proj, mlp_branch)
@@ -302,16 +291,16 @@ def vit_block(block: Any, x: Tensor, path: Path) -> Tensor:
     """Attention and MLP of a ``ViTBlock``, each added to its input."""
     attn = block.attn
 
-    def attention(seen: Tensor, bias: Tensor | None, stream: Tensor | None = None) -> Tensor:
+    def attention(seen: Tensor, bias: Tensor | None) -> Tensor:
         heads = self_attention(seen, attn.n_heads, path, False, attn.wq, attn.wk, attn.wv)
-        return _last_product(heads, path, attn.wo, bias, stream)
+        return _last_product(heads, path, attn.wo, bias)
 
     return _add_vit_mlp(block, add_branch(x, path, block.norm1, attn.wo, attention), path)
 
 
 def _add_vit_mlp(block: Any, x: Tensor, path: Path) -> Tensor:
-    def mlp_branch(seen: Tensor, bias: Tensor | None, stream: Tensor | None = None) -> Tensor:
-        return mlp_of(seen, path, block.mlp.fc1, block.mlp.fc2, block.mlp.approximate, bias, stream)
+    def mlp_branch(seen: Tensor, bias: Tensor | None) -> Tensor:
+        return mlp_of(seen, path, block.mlp.fc1, block.mlp.fc2, block.mlp.approximate, bias)
 
     return add_branch(x, path, block.norm2, block.mlp.fc2, mlp_branch)
 

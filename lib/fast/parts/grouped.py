@@ -38,9 +38,6 @@ class Cut:
     parts: int = 2  # a tile has 64 rows for each
 
 
-CUT, TURNED = Cut(stages=4, group=16), Cut(stages=4, group=16, transposed=True)
-
-
 @triton.jit
 def plan_kernel(counts, table, first_rows, E, n_slots, EXPERTS: tl.constexpr, SLOTS: tl.constexpr, M: tl.constexpr):
     """Find for each tile of rows its expert, its first row and the end of the expert's rows; count the tiles;
@@ -128,41 +125,6 @@ if GLUON:
         release(empty, n + CUT.stages - 1, CUT)
         return total
 
-    @gluon.jit
-    def _halves(x, N: gl.constexpr):
-        """The left and the right half of 64 rows of N numbers, without moving a number to another thread."""
-        left, right = x.reshape((64, 2, N // 2)).permute((0, 2, 1)).split()
-        return gl.convert_layout(left, acc(N // 2), assert_trivial=True), gl.convert_layout(
-            right, acc(N // 2), assert_trivial=True
-        )
-
-    @gluon.jit
-    def _pieces(x, N: gl.constexpr):
-        """The pieces [64, 64] of 64 rows of 128 or 256 numbers, from left to right."""
-        left, right = _halves(x, N)
-        if N == 128:
-            return left, right, left, right
-        a, b = _halves(left, 128)
-        c, d = _halves(right, 128)
-        return a, b, c, d
-
-    @gluon.jit
-    def _place_of(own_s, user: gl.constexpr, piece: gl.constexpr, is_end):
-        """One of a user's two places in shared memory, after the piece before the last has left it."""
-        tma.store_wait(1)
-        if is_end:  # these pieces are written without the TMA, so the wait above counts older ones
-            tma.store_wait(0)
-        return own_s.index(2 * user + piece % 2)
-
-    @gluon.jit
-    def _write_end(own, address, row, end, column, F):
-        """Write the rows of a piece that are before ``end``."""
-        layout: gl.constexpr = in_rows(64)
-        rows = row + gl.arange(0, 64, gl.SliceLayout(1, layout))
-        columns = column + gl.arange(0, 64, gl.SliceLayout(0, layout))
-        inside = (rows < end)[:, None] & (columns < F)[None, :]
-        gl.store(address + rows.to(gl.int64)[:, None] * F + columns[None, :], own.load(layout), mask=inside)
-
     # ---- rows times matrices -----------------------------------------------------------------------------------------
 
     @gluon.jit
@@ -191,6 +153,7 @@ if GLUON:
     def _use_rows(user: gl.constexpr, given, CUT: gl.constexpr):
         out, address, table, n_slots, n_columns, n_terms, F, out_s, ring = given
         x_s, w_s, full, empty = ring
+        own = out_s.index(user)
         n_tiles = gl.load(table)
         n = 0
         for t in range(gl.program_id(0), n_tiles * n_columns, gl.num_programs(0)):
@@ -205,15 +168,18 @@ if GLUON:
                     right = right.permute((1, 0))
                 total = _add(x_s.index(n % CUT.stages * 2 + user), right, total, n, k, empty, CUT)
                 n += 1
-            pieces = _pieces(_end(total, n, empty, CUT), CUT.columns)
-            for piece in gl.static_range(CUT.columns // 64):
-                own, column = _place_of(out_s, user, piece, mine + 64 > end), j * CUT.columns + 64 * piece
-                own.store(pieces[piece].to(own.dtype))
-                if mine + 64 <= end:
-                    fence_async_shared()
-                    copy_out(out, [0, 0, mine, column], as_box(own, out))
-                else:
-                    _write_end(own, address, mine, end, column, F)
+            total = _end(total, n, empty, CUT)
+            tma.store_wait(0)
+            own.store(total.to(own.dtype))
+            if mine + 64 <= end:
+                fence_async_shared()
+                copy_out(out, [0, 0, mine, j * CUT.columns], as_box(own, out))
+            else:
+                layout: gl.constexpr = in_rows(CUT.columns)
+                rows = mine + gl.arange(0, 64, gl.SliceLayout(1, layout))
+                columns = j * CUT.columns + gl.arange(0, CUT.columns, gl.SliceLayout(0, layout))
+                inside = (rows < end)[:, None] & (columns < F)[None, :]
+                gl.store(address + rows.to(gl.int64)[:, None] * F + columns[None, :], own.load(layout), mask=inside)
         tma.store_wait(0)
 
     @gluon.jit(do_not_specialize=("n_slots", "n_columns", "n_terms"))
@@ -224,7 +190,7 @@ if GLUON:
             w_s = gl.allocate_shared_memory(x.dtype, [CUT.stages, CUT.columns, 64], shared_layout(CUT.columns, 64))
         else:
             w_s = gl.allocate_shared_memory(x.dtype, [CUT.stages, 64, CUT.columns], shared_layout(64, CUT.columns))
-        out_s = gl.allocate_shared_memory(x.dtype, [4, 64, 64], shared_layout(64, 64))
+        out_s = gl.allocate_shared_memory(x.dtype, [2, 64, CUT.columns], shared_layout(64, CUT.columns))
         full, empty = _barriers(CUT)
         ring = (x_s, w_s, full, empty)
         used = (out, address, table, n_slots, n_columns, n_terms, F, out_s, ring)
@@ -269,6 +235,7 @@ if GLUON:
     def _use_terms(user: gl.constexpr, given, CUT: gl.constexpr):
         out, first_rows, E, n_rows, n_columns, out_s, ring = given
         x_s, g_s, full, empty = ring
+        own = out_s.index(user)
         each = n_rows * n_columns
         n = 0
         for t in range(gl.program_id(0), E * each, gl.num_programs(0)):
@@ -286,13 +253,10 @@ if GLUON:
                 n += 1
             if first < end:
                 total = _end(total, n, empty, CUT)
-            pieces = _pieces(total, CUT.columns)
-            for piece in gl.static_range(CUT.columns // 64):
-                own = _place_of(out_s, user, piece, False)
-                own.store(pieces[piece].to(own.dtype))
-                fence_async_shared()
-                at = [0, t // each, 128 * i + 64 * user, j * CUT.columns + 64 * piece]
-                copy_out(out, at, as_box(own, out))
+            tma.store_wait(0)
+            own.store(total.to(own.dtype))
+            fence_async_shared()
+            copy_out(out, [0, t // each, 128 * i + 64 * user, j * CUT.columns], as_box(own, out))
         tma.store_wait(0)
 
     @gluon.jit(do_not_specialize=("E", "n_rows", "n_columns"))
@@ -300,7 +264,7 @@ if GLUON:
         """For each expert the product of its transposed rows ``[N, C]`` with its rows ``[N, F]``: ``[E, C, F]``."""
         x_s = gl.allocate_shared_memory(x.dtype, [2 * CUT.stages, 64, 64], shared_layout(64, 64))
         g_s = gl.allocate_shared_memory(x.dtype, [CUT.stages, 64, CUT.columns], shared_layout(64, CUT.columns))
-        out_s = gl.allocate_shared_memory(x.dtype, [4, 64, 64], shared_layout(64, 64))
+        out_s = gl.allocate_shared_memory(x.dtype, [2, 64, CUT.columns], shared_layout(64, CUT.columns))
         full, empty = _barriers(CUT)
         ring = (x_s, g_s, full, empty)
         used = (out, first_rows, E, n_rows, n_columns, out_s, ring)
@@ -371,7 +335,7 @@ def _rows_launch(key: tuple) -> Launch:
     n_columns = triton.cdiv(columns, cut.columns)
     matrix = (cut.columns, TERMS) if cut.transposed else (TERMS, cut.columns)
     args = (
-        described(0, 64, TERMS), described(1, *matrix), described(2, 64, 64), Address(2), Address(3),
+        described(0, 64, TERMS), described(1, *matrix), described(2, 64, cut.columns), Address(2), Address(3),
         n_slots, n_columns, triton.cdiv(width, TERMS), columns, cut,
     )  # fmt: skip
     return Launch(rows_kernel, (programs,), args, num_warps=4)
@@ -389,7 +353,7 @@ def grouped_matmul_fast(
     """
     (n_rows, width), columns = x.shape, weights.shape[2]
     transposed = weights.stride(2) != 1
-    cut = cut or (TURNED if transposed else CUT)
+    cut = cut or Cut(transposed=transposed)
     table, _, n_slots = planned or plan(counts, n_rows)
     out = x.new_empty(n_rows, columns)
     inner = weights.transpose(1, 2) if transposed else weights
@@ -403,7 +367,7 @@ def _matrices_launch(key: tuple) -> Launch:
     width, columns, n_experts, programs, cut = key
     n_rows, n_columns = triton.cdiv(width, ROWS), triton.cdiv(columns, cut.columns)
     args = (
-        described(0, TERMS, 64), described(1, TERMS, cut.columns), described(2, 64, 64), Address(3),
+        described(0, TERMS, 64), described(1, TERMS, cut.columns), described(2, 64, cut.columns), Address(3),
         n_experts, n_rows, n_columns, cut,
     )  # fmt: skip
     return Launch(matrices_kernel, (programs,), args, num_warps=4)
@@ -417,7 +381,7 @@ def weight_gradients_fast(
     cut: Cut | None = None,
 ) -> Float[Tensor, "e c f"]:
     """The gradient of the matrices by `matrices_kernel`."""
-    cut = cut or CUT
+    cut = cut or Cut()
     _, first_rows, _ = planned or plan(counts, len(x))
     out = x.new_empty(len(counts), x.shape[1], grad.shape[1])
     key = (x.shape[1], grad.shape[1], len(counts), n_programs(x.device), cut)

@@ -52,7 +52,7 @@ if GLUON:
         warpgroup_mma,
         warpgroup_mma_wait,
     )
-    from lib.fast.parts.grouped import _barriers, _halves, _place, shared_layout
+    from lib.fast.parts.grouped import _barriers, _place, shared_layout
 
     PAIR, EIGHT = gl.constexpr(Cut(stages=2, users=1)), gl.constexpr(Cut(stages=8, users=1))
 
@@ -107,11 +107,19 @@ if GLUON:
         return a, b, c
 
     @gluon.jit
+    def _halves(x):
+        """The left and the right half of 64 rows, without moving a number to another thread."""
+        left, right = x.reshape((64, 2, 64)).permute((0, 2, 1)).split()
+        return gl.convert_layout(left, acc(64), assert_trivial=True), gl.convert_layout(
+            right, acc(64), assert_trivial=True
+        )
+
+    @gluon.jit
     def _pieces(a, b, c):
         """The pieces [64, 64] of a tile: the left ones from top to bottom, and then the right ones."""
-        a, d = _halves(a, 128)
-        b, e = _halves(b, 128)
-        c, f = _halves(c, 128)
+        a, d = _halves(a)
+        b, e = _halves(b)
+        c, f = _halves(c)
         return a, b, c, d, e, f
 
     @gluon.jit
@@ -349,19 +357,16 @@ class MLP(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, first: Tensor, bias: Tensor, second: Tensor, last: Tensor | None, approximate: str,
-        stream: Tensor | None,
-    ) -> Tensor:  # fmt: skip
+        ctx: Any, x: Tensor, first: Tensor, bias: Tensor, second: Tensor, last: Tensor | None, approximate: str
+    ) -> Tensor:
         ctx.dtypes, ctx.last_dtype = (first.dtype, second.dtype), None if last is None else last.dtype
         first, second = first.to(x.dtype), second.to(x.dtype)
         gelu, slope = gelu_and_slope_op(x, first, bias, approximate)
         ctx.save_for_backward(x, first, bias, second, gelu, slope)
-        if stream is not None:
-            return torch.ops.scaling_workbook.linear_onto(gelu, second, last, stream)  # of lib.fast.parts.onto
         return F.linear(gelu, second, None if last is None else last.to(x.dtype))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, None]:
         x, first, bias, second, gelu, slope = ctx.saved_tensors
         inner, sums = times_slope_op(grad, second, slope)
         of_first, of_second = (
@@ -369,14 +374,12 @@ class MLP(torch.autograd.Function):
             for left, right, dtype in zip((inner, grad), (x, gelu), ctx.dtypes, strict=True)
         )
         of_last = grad.sum(0, dtype=ctx.last_dtype) if ctx.needs_input_grad[4] else None
-        of_stream = grad if ctx.needs_input_grad[6] else None
-        return inner @ first, of_first, sums.to(bias.dtype), of_second, of_last, None, of_stream
+        return inner @ first, of_first, sums.to(bias.dtype), of_second, of_last, None
 
 
 def mlp(
-    x: Tensor, first: Tensor, bias: Tensor, second: Tensor, last: Tensor | None = None, approximate: str = "none",
-    stream: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    x: Tensor, first: Tensor, bias: Tensor, second: Tensor, last: Tensor | None = None, approximate: str = "none"
+) -> Tensor:
     """``gelu(x @ first.T + bias) @ second.T + last``, by the kernels where `fits` says so and by PyTorch elsewhere.
 
     Args:
@@ -386,7 +389,6 @@ def mlp(
         second: ``[D, F]`` in the dtype of ``x``, or float32.
         last: ``[D]`` likewise, or None for no second bias.
         approximate: "none" or "tanh", as PyTorch's ``gelu`` has it.
-        stream: ``[N, D]``, to which the result is added, if ``last`` is given too.
 
     Returns:
         ``[N, D]``. The backward pass keeps the GELU and its slope, both ``[N, F]`` in the dtype of ``x``.
@@ -404,4 +406,4 @@ def mlp(
         raise ValueError(f"x is {x.dtype}, {others}: expected one floating-point dtype, or float32 for the layers")
     if approximate not in ("none", "tanh"):
         raise ValueError(f"approximate = {approximate!r}: expected 'none' or 'tanh'")
-    return MLP.apply(x, first, bias, second, last, approximate, stream)
+    return MLP.apply(x, first, bias, second, last, approximate)

@@ -19,7 +19,7 @@ from lib.fast.attention.flash_stored import backward_launch, for_device
 from lib.fast.attention.flash_wide import ROLES
 from lib.fast.attention.flash_wide_hopper import hopper_wide
 from lib.fast.launch import Address, Box, Launch, Sizes
-from lib.fast.parts import grouped, loss_hopper, mlp, onto
+from lib.fast.parts import grouped, loss_hopper, mlp
 
 B16, F32, I32, I64 = "bf16", "fp32", "i32", "i64"
 
@@ -62,14 +62,13 @@ def launches() -> Iterator[tuple[str, Launch, list[str]]]:
         launch = hopper_wide(Sizes(1, 16, 2, length, length, 256, True), ROLES)
         yield f"wide, {length}", launch, [B16] * 6 + [F32]
     for transposed in (False, True):
-        launch = grouped._rows_launch((1024, 4096, 64, 132, grouped.TURNED if transposed else grouped.CUT))
+        launch = grouped._rows_launch((1024, 4096, 64, 132, grouped.Cut(transposed=transposed)))
         yield f"rows, {'transposed' if transposed else 'plain'}", launch, [B16] * 3 + [I32]
-    yield "matrices", grouped._matrices_launch((1024, 4096, 8, 132, grouped.CUT)), [B16] * 3 + [I32]
+    yield "matrices", grouped._matrices_launch((1024, 4096, 8, 132, grouped.Cut())), [B16] * 3 + [I32]
     for form in ("none", "tanh"):
         launch = mlp._forward_launch((4096, 768, 3072, form == "tanh", 132))
         yield f"GELU, {form}", launch, [B16, B16, F32, B16, B16]
     yield "slope", mlp._backward_launch((4096, 768, 3072, 132)), [B16] * 4 + [F32]
-    yield "onto", onto._onto_launch((4096, 768, 768, 132)), [B16, B16, F32, B16, B16]
     yield "loss", loss_hopper._powers_launch((16384, 768, 50304, 50257, 132)), [B16, B16, F32, I64, B16, F32]
 
 

@@ -15,7 +15,7 @@ from lib.fast.attention import flash, flash_hopper, flash_items, flash_stored
 from lib.fast.attention.flash_hopper import Roles
 from lib.fast.attention.flash_stored import StoredBackward
 from lib.fast.launch import Launch, Sizes
-from lib.fast.parts import grouped, loss_hopper, mlp, onto
+from lib.fast.parts import grouped, loss_hopper, mlp
 from tests.house.fast.hopper_simulator import Fault, simulate
 
 SEEDS = range(3)
@@ -159,15 +159,6 @@ def around_gelu(form: str, n_programs: int, seed: int, **options: Any) -> dict[s
     return {name: distance(*pair) for name, pair in pairs.items()}
 
 
-def onto_stream(n_programs: int, seed: int, **options: Any) -> dict[str, float]:
-    """The product that ends a branch, onto the residual stream."""
-    n, C, width = 300, 392, 264
-    x, weight, bias = torch.randn(n, C).bfloat16(), (torch.randn(width, C) / C**0.5).bfloat16(), torch.randn(width)
-    stream, out = torch.randn(n, width).bfloat16(), empty(n, width)
-    simulate(onto._onto_launch((n, C, width, n_programs)), x, weight, bias, stream, out, seed=seed, **options)
-    return {"sum": distance(out, x.double() @ weight.double().T + bias.double() + stream.double())}
-
-
 def loss_of_rows(n_columns: int, n_vocab: int, n_programs: int, seed: int, **options: Any) -> dict[str, float]:
     """Powers of the logits less the targets', and their sums over rows."""
     n, C = 300, 136
@@ -243,9 +234,6 @@ def cases() -> Iterator[tuple[str, Callable[..., dict[str, float]]]]:
         for n_programs in (1, 3):
             name = f"around a GELU, {form}, programs: {n_programs}"
             yield name, lambda seed, f=form, n=n_programs, **kw: around_gelu(f, n, seed, **kw)
-    for n_programs in (1, 3):
-        name = f"around a GELU, onto the stream, programs: {n_programs}"
-        yield name, lambda seed, n=n_programs, **kw: onto_stream(n, seed, **kw)
     for sizes in ((264, 250, 1), (256, 256, 3), (384, 200, 2), (128, 100, 4)):
         yield f"loss of rows, {sizes}", lambda seed, s=sizes, **kw: loss_of_rows(*s, seed=seed, **kw)
 
