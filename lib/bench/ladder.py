@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import Any
 
@@ -54,6 +55,7 @@ class Rung:
     fused_optimizer: bool = False
     n_micro: int = 1
     top: bool = False  # ours has a CUDA graph of the whole step and the kernel for the loss; its peer stays as it was
+    kernels: bool = False  # ours has the kernels of ``lib.fast`` for attention and inside of the blocks
     stream: str = ""  # dtype of the residual stream of ours; "" means the precision
     batch: int = 0
     who: tuple[str, ...] = ("ours", "peer", "plain")
@@ -75,9 +77,10 @@ def gpt2_rungs() -> list[Rung]:
         ("accumulation", {"n_micro": 4}),
         ("top", {"n_micro": 1, "top": True}),
         ("top with a float32 stream", {"stream": "float32", "who": ("ours",)}),
+        ("top with our kernels", {"stream": "", "kernels": True, "who": both}),
     ):
         rungs.append(replace(rungs[-1], name=name, **change))
-    return [replace(rung, batch=16) for rung in rungs]
+    return [*(replace(rung, batch=16) for rung in rungs), replace(rungs[-1], batch=64, who=("ours",))]
 
 
 def vit_rungs(batch: int) -> list[Rung]:
@@ -124,7 +127,8 @@ class Task:
     def loss(self, who: str, rung: Rung, model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
         """The loss as a function of inputs and targets, with the precision of the rung."""
         stream = DTYPES[rung.stream] if rung.stream else None
-        path = Path(dtype=rung.dtype, stream=stream, attention=rung.attention, loss_kernel=rung.top)
+        attention = "quickest" if rung.kernels else rung.attention
+        path = Path(dtype=rung.dtype, stream=stream, attention=attention, loss_kernel=rung.top, kernels=rung.kernels)
         mixed = torch.autocast(self.device, rung.dtype, enabled=rung.dtype != torch.float32, cache_enabled=False)
 
         def ours(inputs: Tensor, targets: Tensor) -> Tensor:
@@ -413,9 +417,10 @@ def compiled_apart(climber: Climber, n_at_once: int = 16, limit: float = 0.3) ->
 
 # ---- what limits the top ---------------------------------------------------------------------------------------------
 
+FUSED = ("powers_kernel", "gelu_kernel", "slope_kernel")  # products of this book, with what follows them
 KINDS = {
-    "attention": ("flash", "fmha", "sdpa", "compute_dot_do_o", "convert_dq"),
-    "products": ("gemm", "nvjet", "cutlass", "xmma", "cublas", "splitk", "gemv", "powers_kernel"),
+    "attention": ("flash", "fmha", "sdpa", "compute_dot_do_o", "convert_dq", "fast_forward", "fast_dq", "dkdv"),
+    "products": ("gemm", "nvjet", "cutlass", "xmma", "cublas", "splitk", "gemv", *FUSED),
     "optimizer": ("multi_tensor", "adam"),
     "softmax over the vocabulary and loss": ("log_softmax", "nll_loss", "softmax_loss", "own_logits", "finish_kernel"),
     "copies and fills": ("memcpy", "memset"),
@@ -507,7 +512,8 @@ def climb(task: Task, rung: Rung, states: dict[bool, dict[str, Tensor]], seconds
     apart = {climber.who: compiled_apart(climber) for climber in climbers if rung.compiled}
     compile_s = {climber.who: climber.warm_up() for climber in climbers}
     times = race(climbers, seconds)
-    row: dict[str, Any] = {"rung": dataclasses.asdict(rung), "first_steps_s": compile_s, "step_s": times}
+    row: dict[str, Any] = {"rung": dataclasses.asdict(rung), "date": f"{datetime.now(UTC):%Y-%m-%d}"}
+    row |= {"first_steps_s": compile_s, "step_s": times}
     row["items_per_s"] = {climber.who: climber.n_items / times[climber.who]["median"] for climber in climbers}
     if apart:
         row["compiled_gradients_apart"] = apart
@@ -543,7 +549,7 @@ def compile_all(args: argparse.Namespace) -> None:
     commands = []
     for rung in rungs_of(args):
         compiling = rung.compiled and rung.n_micro == 1
-        for who in [who for who in rung.who if compiling and not (rung.top and who == "peer")]:
+        for who in [who for who in rung.who if compiling and not (rung.top and who == "peer" and not rung.kernels)]:
             command = [sys.executable, "-m", "lib.bench.ladder", "--model", args.model, "--rung", rung.name]
             command += ["--who", who, "--batch", str(rung.batch), *(["--tiny"] if args.tiny else [])]
             commands.append(subprocess.Popen(command))
@@ -580,7 +586,8 @@ def run(args: argparse.Namespace, task: Task) -> None:
         results["ceilings"] = ceilings()
         results["products_alone"] = products_alone(task, rungs_of(args)[0].batch)
     if args.keep and (MEASUREMENTS / f"{name}.json").exists():
-        results["rungs"] = load(name)["results"]["rungs"]
+        kept = load(name)
+        results["rungs"] = [{"date": kept["date"], **row} for row in kept["results"]["rungs"]]
     for rung in rungs_of(args):
         try:
             row = climb(task, rung, states, args.seconds)

@@ -1,8 +1,9 @@
 """Measure mixtures of Mixtral 8x7B's and DeepSeek-V3's sizes: grouped products on one GPU, and experts on several.
 
 ``python -m lib.bench.moe grouped`` needs one GPU and about a minute.
-It compares the book's kernels with a loop, with padding and with PyTorch's own grouped product,
-and writes ``chapters/measurements/moe.json``.
+It compares the book's kernels with a loop, with padding and with PyTorch's own grouped product:
+first one product, then Mixtral's whole layer, in which Transformers' block with the same weights competes too.
+It writes ``chapters/measurements/moe.json``.
 ``python -m lib.bench.moe parallel`` starts a rank on each of 4 GPUs.
 It times forward and backward of a layer with its experts spread over the ranks, the layer's all-to-alls alone,
 and a dense layer of the same active size, and writes ``moe_parallel.json``.
@@ -28,7 +29,14 @@ from lib.given.kernels.grouped import launch_grouped, with_gradients
 from lib.given.models.moe import DEEPSEEK_V3, MIXTRAL_8X7B, MoEConfig
 from lib.given.parallel.experts import AllToAll
 from lib.llama import SwiGLU
-from lib.moe import ExpertParallelMoE, MoE, grouped_matmul, grouped_matmul_kernel, sort_by_expert
+from lib.moe import (
+    ExpertParallelMoE,
+    MoE,
+    convert_hf_state_dict,
+    grouped_matmul,
+    grouped_matmul_kernel,
+    sort_by_expert,
+)
 from lib.runs.flags import ProgramParser, whole
 
 N_ROUNDS, N_WARMUP = 12, 2
@@ -96,12 +104,13 @@ def inputs(config: MoEConfig, n_tokens: int, balanced: bool, device: str) -> tup
     return x, weights, counts
 
 
-def seconds(run: Callable[[], object], device: str) -> float:
+def seconds(run: Callable[[], object], device: str, cycles: int = 1_000_000) -> float:
     """Time of one call on the device.
 
-    On a GPU, other work fills the first half millisecond, so that the host runs ahead, as it does in training.
+    On a GPU, other work fills the first half millisecond, or as many clock cycles as are given, so that the host runs
+    ahead, as it does in training.
     """
-    return device_seconds(run, device, before=lambda: torch.cuda._sleep(1_000_000))
+    return device_seconds(run, device, before=lambda: torch.cuda._sleep(cycles))
 
 
 def forward(product: Product, x: Tensor, weights: Tensor, counts: Tensor) -> None:
@@ -145,7 +154,72 @@ def grouped(options: argparse.Namespace) -> None:
                 print(name, n_tokens, balanced, taken, flush=True)
                 if options.device == "cuda":
                     torch.cuda.empty_cache()
-    record("moe", {"dtype": "bfloat16", "n_rounds": N_ROUNDS, "cases": cases}, options.folder)
+    layers = [layer_case(n_tokens, options) for n_tokens in ((64,) if options.tiny else TOKENS["Mixtral 8x7B"])]
+    record("moe", {"dtype": "bfloat16", "n_rounds": N_ROUNDS, "cases": cases, "layers": layers}, options.folder)
+
+
+# ---- a whole layer on one GPU ----------------------------------------------------------------------------------------
+
+
+class LayerBy(MoE):
+    """Another layer's weights, whose experts' products are computed by ``product``."""
+
+    def __init__(self, layer: MoE, product: Product):
+        nn.Module.__init__(self)
+        self.__dict__.update(vars(layer))
+        self.product = product
+
+    def compute_experts(self, rows: Tensor, counts: Tensor) -> Tensor:
+        gate = F.silu(self.product(rows, self.w1, counts))
+        return self.product(gate * self.product(rows, self.w3, counts), self.w2, counts)
+
+
+def transformers_block(config: MoEConfig, way: str) -> nn.Module:
+    """Transformers' block of Mixtral; ``way`` is its experts' implementation, "eager" (a loop) or "grouped_mm"."""
+    from transformers import MixtralConfig
+    from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+
+    settings = MixtralConfig(
+        hidden_size=config.dim,
+        intermediate_size=config.hidden_dim,
+        num_local_experts=config.n_experts,
+        num_experts_per_tok=config.k,
+    )
+    settings._experts_implementation = way
+    block = MixtralSparseMoeBlock(settings)
+    for name, parameter in block.named_parameters():
+        width = config.hidden_dim if "down" in name else config.dim
+        nn.init.uniform_(parameter, -(width**-0.5), width**-0.5)
+    return block
+
+
+def layers_alike(config: MoEConfig, device: str) -> dict[str, nn.Module]:
+    """Mixtral's layer in each way, all with the same weights in bfloat16."""
+    with torch.device(device):
+        looped, joined = (transformers_block(config, way).bfloat16() for way in ("eager", "grouped_mm"))
+        joined.load_state_dict(looped.state_dict(), assign=True)
+        ours = MoE(config.dim, config.hidden_dim, config.n_experts, config.k).bfloat16()
+    ours.load_state_dict(convert_hf_state_dict(looped.state_dict()), assign=True)
+    found: dict[str, nn.Module] = {"ours": ours, "PyTorch's product": LayerBy(ours, pytorchs)}
+    found["padded"] = LayerBy(ours, padded)
+    return found | {"Transformers, loop": looped, "Transformers, grouped": joined}
+
+
+def layer_case(n_tokens: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Forward and backward of Mixtral's layer in each way, in turns."""
+    config = shrunk(MIXTRAL_8X7B) if options.tiny else MIXTRAL_8X7B
+    torch.manual_seed(0)
+    layers = layers_alike(config, options.device)
+    x = torch.randn(1, n_tokens, config.dim, dtype=torch.bfloat16, device=options.device).requires_grad_()
+    with torch.no_grad():
+        expected = layers["Transformers, loop"](x).float()
+        apart = {who: ((layer(x) - expected).norm() / expected.norm()).item() for who, layer in layers.items()}
+    timed = partial(seconds, device=options.device, cycles=16_000_000)  # 8 ms: a layer has some hundred launches
+    samples = in_turns({who: partial(step, layer, x) for who, layer in layers.items()}, timed, N_ROUNDS, N_WARMUP)
+    flops = 3 * 3 * 2 * n_tokens * config.k * config.dim * config.hidden_dim
+    taken = {who: spread(values) for who, values in samples.items()}
+    print("layer", n_tokens, {who: f"{1e3 * t['median']:.2f} ms" for who, t in taken.items()}, flush=True)
+    return {"model": "Mixtral 8x7B", "n_tokens": n_tokens, "flops": flops, "differs_by": apart, "seconds": taken}
 
 
 # ---- experts on ranks ------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Train GPT-2 124M from nothing to one held-out loss on one GPU, with one idea of the book more each time.
 
-``python -m lib.bench.speedrun CORPUS`` takes some five minutes on an H200, and two GPUs that share ``--units FOLDER``
+``python -m lib.bench.speedrun CORPUS`` takes some eight minutes on an H200, and two GPUs that share ``--units FOLDER``
 take half as long. CORPUS is a folder of ``lib.runs.corpus``. It adds its rows to
 ``chapters/measurements/speedrun.json`` under the GPU's name, and keeps the rows of other GPUs.
 ``--only`` measures some recipes and keeps the others; ``--device cpu --tiny`` tries the program.
@@ -29,9 +29,11 @@ from lib.bench.optimizers import Curve, Model, Training, file_name, finished, re
 from lib.fast import models as fast
 from lib.given.data.record import MEASUREMENTS, load
 from lib.given.models.gpt2 import GPT2_SMALL, GPT2Config
+from lib.given.models.gpus import sheet_of
 from lib.gpt2 import pad_vocab
 from lib.runs.data.corpus import is_corpus, read_facts, read_tokens
 from lib.runs.flags import ProgramParser, whole
+from lib.speed import training_flops_per_token
 from lib.training import cosine_schedule
 
 NAME = "speedrun"
@@ -58,7 +60,7 @@ class Recipe:
         lr: The largest rate, of all parameters.
         tried: The rates of which it was the best, with one seed and 180 steps (Muon: 120).
         batches: Sequences in a step, and how many such steps, one after the other.
-        seeds: How often it trains. The slowest recipe trains once.
+        seeds: How often it trains.
     """
 
     name: str
@@ -85,13 +87,13 @@ class Recipe:
 
 def make_recipes() -> list[Recipe]:
     """Each adds one idea to the one before."""
-    found = [Recipe(name="plain", why="float32, called from Python; attention writes its scores to memory", seeds=1)]
+    found = [Recipe(name="plain", why="float32, called from Python; attention writes its scores to memory")]
 
     def add(name: str, why: str, path: dict[str, Any] | None = None, **changes: Any) -> None:
         before = found[-1]
         found.append(replace(before, name=name, why=why, path=replace(before.path, **(path or {})), **changes))
 
-    add("TF32", "chapter 8: products round their factors to 10 bits of mantissa", matmul="high", seeds=3)
+    add("TF32", "chapter 8: products round their factors to 10 bits of mantissa", matmul="high")
     add("bf16", "chapter 11: factors of products in 16 bits", {"dtype": torch.bfloat16})
     add("compiled", "chapter 8: torch.compile joins small kernels", compiled=True)
     add("our attention", "chapter 15: no score is written to memory", {"attention": "quickest"})
@@ -104,7 +106,14 @@ def make_recipes() -> list[Recipe]:
     return found
 
 
-RECIPES = {recipe.name: recipe for recipe in make_recipes()}
+def make_rival() -> Recipe:
+    """The same training with PyTorch's own means: its compiler, cuDNN's attention, fused AdamW, a CUDA graph."""
+    path = fast.Path(dtype=torch.bfloat16, attention="cudnn")
+    why = "the rival: bf16, torch.compile, cuDNN's attention and a graph, none of the book's kernels"
+    return Recipe(name="PyTorch", why=why, path=path, matmul="high", compiled=True, graph=True)
+
+
+RECIPES = {recipe.name: recipe for recipe in (*make_recipes(), make_rival())}
 
 
 class Attempt(Training):
@@ -253,6 +262,12 @@ def row(recipe: Recipe, curves: list[Curve], goal: float) -> dict[str, Any]:
     }
 
 
+def peak_of(card: str) -> float | None:
+    """FLOP/s of the card in bf16, by its data sheet; None if the book has none."""
+    sheet = sheet_of(card)
+    return sheet.peak_flops if sheet else None
+
+
 def measure(names: list[str], runner: Runner, settings: dict[str, Any], o: argparse.Namespace) -> dict[str, Any]:
     """The rows of these recipes, when all of their trainings are done, here or by others that share the folder."""
     seeds = {name: range(o.seeds or RECIPES[name].seeds) for name in names}
@@ -302,7 +317,8 @@ def main(arguments: list[str] | None = None) -> None:
     card = torch.cuda.get_device_name() if o.device == "cuda" else "CPU"
     kept = cards.get(card, {}).get("rows", {}) if o.only else {}
     rows = {name: (kept | rows)[name] for name in RECIPES if name in kept | rows}
-    cards[card] = {"settings": settings, "goal": o.goal, "rows": rows, "machine": machine()}
+    bound = {"flops_per_token": training_flops_per_token(sizes(o, about["vocab_size"])), "peak_flops": peak_of(card)}
+    cards[card] = {"settings": settings, "goal": o.goal, "rows": rows, **bound, "machine": machine()}
     record(NAME, {"goal": o.goal, "cards": cards}, o.folder)
     for name, found in rows.items():
         print(name, [f"{loss:.3f}" for loss in found["losses"]], found["reached"], flush=True)

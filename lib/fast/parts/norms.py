@@ -30,7 +30,7 @@ MOST_BYTES = 2**14  # of a row: nine must fit into shared memory, of three tenso
 @triton.jit
 def norm_and_bias_backward_kernel(
     x, means, scales, weight, d_out, d_normed, dx, sums, n_rows, n_columns,
-    ROWS: tl.constexpr, COLS: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Write the stream's gradient, and the sums of each program's rows into sums [programs, 3, n_columns].
 
@@ -43,7 +43,7 @@ def norm_and_bias_backward_kernel(
     factor = tl.load(weight + columns, mask=is_column, other=0.0).to(tl.float32)
     of_weight = tl.zeros([ROWS, COLS], tl.float32)
     of_shift, of_bias = of_weight, of_weight
-    for start in tl.range(tl.program_id(0) * ROWS, n_rows, tl.num_programs(0) * ROWS, num_stages=3):
+    for start in tl.range(tl.program_id(0) * ROWS, n_rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
         rows = start + tl.arange(0, ROWS)
         is_row = rows < n_rows
         at = rows.to(tl.int64)[:, None] * n_columns + columns[None, :]
@@ -75,12 +75,12 @@ def launch_backward(
     given = [t.contiguous() for t in (x, mean, scale, weight, d_out, d_normed)]
     n_columns, n_rows = x.shape[-1], x.shape[:-1].numel()
     cols = triton.next_power_of_2(n_columns)
-    rows = 2 if cols <= 1024 else 1
-    n_sums = min(triton.cdiv(n_rows, rows), 2 * n_programs(x.device) if x.is_cuda else 3)
+    n_each, n_stages = (4, 5) if cols <= 1024 else (2, 3)  # programs of a multiprocessor, rows under way in each
+    n_sums = min(n_rows, n_each * n_programs(x.device) if x.is_cuda else 3)
     dx, sums = torch.empty_like(given[0]), x.new_empty(n_sums, 3, n_columns, dtype=torch.float32)
     if n_sums > 0:
-        n_warps = min(32, max(4, rows * cols // 512))
-        norm_and_bias_backward_kernel[(n_sums,)](*given, dx, sums, n_rows, n_columns, rows, cols, num_warps=n_warps)
+        sizes, n_warps = (n_rows, n_columns, 1, cols, n_stages), min(32, max(2, cols // 512))
+        norm_and_bias_backward_kernel[(n_sums,)](*given, dx, sums, *sizes, num_warps=n_warps)
     return dx, add_rows(sums)
 
 
