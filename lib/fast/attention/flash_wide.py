@@ -87,12 +87,16 @@ def _store_queries(
 def wide_dv_kernel(
     q, k, v, do, dv, ds, stats, T, S, G, padded, scale2,
     GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CAUSAL: tl.constexpr,
+    APART: tl.constexpr,
 ):  # fmt: skip
-    """dV of COLS keys of a key head, and their part of dS [batch, heads, S, T] of all heads that share it."""
+    """dV of COLS keys of a key head, and their part of dS [batch, heads, S, T] of all heads that share it.
+
+    APART programs share the query heads of a key head; the dv of each is a head of its own.
+    """
     head, start = _keys_place(COLS)
     b, g = head // G, head % G
-    key = _tile(k, b, g, start, COLS, D)
-    value = _tile(v, b, g, start, COLS, D)
+    key = _tile(k, b, g // APART, start, COLS, D)
+    value = _tile(v, b, g // APART, start, COLS, D)
     low = start + tl.arange(0, COLS) + T - S  # the first query that sees each key
     acc = tl.zeros([COLS, D], tl.float32)
     first, whole = 0, 0
@@ -153,20 +157,22 @@ def _grid_of_keys(sizes: Sizes, cut: Cut) -> tuple[int, int, int]:
     return grid_by_rows(of_keys, triton.cdiv(sizes.s, cut.cols), True)
 
 
-def launch_dv(sizes: Sizes, cut: Cut) -> Launch:
-    """The launch for (q, k, v, do, dv, ds, stats)."""
+def launch_dv(sizes: Sizes, cut: Cut, apart: int = 1) -> Launch:
+    """The launch for (q, k, v, do, dv, ds, stats); of a head of keys, dv has ``apart`` parts."""
+    sizes = sizes._replace(group=sizes.group // apart)
     rows, cols = (1, 1, cut.rows, sizes.width), (1, 1, cut.cols, sizes.width)
     n_groups = sizes.n_heads // sizes.group
     args = (
         Box(0, rows), Box(1, cols), Box(2, cols), Box(3, rows), Box(4, cols), Box(5, (1, 1, cut.cols, cut.rows)),
         Box(6, (2, cut.rows), flat=(2, sizes.n_rows)), sizes.t, sizes.s, n_groups, sizes.padded,
-        sizes.scale * math.log2(math.e), sizes.group, sizes.width, cut.rows, cut.cols, sizes.causal,
+        sizes.scale * math.log2(math.e), sizes.group, sizes.width, cut.rows, cut.cols, sizes.causal, apart,
     )  # fmt: skip
     return Launch(wide_dv_kernel, _grid_of_keys(sizes, cut), args, **options(cut))
 
 
-def launch_dk(sizes: Sizes, cut: Cut) -> Launch:
-    """The launch for (q, dk, ds)."""
+def launch_dk(sizes: Sizes, cut: Cut, apart: int = 1) -> Launch:
+    """The launch for (q, dk, ds); of a head of keys, dk has ``apart`` parts."""
+    sizes = sizes._replace(group=sizes.group // apart)
     rows, cols = (1, 1, cut.rows, sizes.width), (1, 1, cut.cols, sizes.width)
     n_groups = sizes.n_heads // sizes.group
     args = (

@@ -5,6 +5,7 @@ of gradients pass by. A user's accumulator of dV takes half of its registers, so
 """
 
 import math
+from dataclasses import replace
 
 from lib.fast.attention.flash_hopper import Roles, box, complete
 from lib.fast.gluon import GLUON
@@ -66,8 +67,8 @@ if GLUON:
         b, g = head // G, head % G
         mbarrier.expect(once, 2 * 2 * 64 * CUT.width * 2)
         for user in gl.static_range(2):
-            copy_in(k, [b, g, start + 64 * user, 0], once, as_box(k_s.index(user), k))
-            copy_in(v, [b, g, start + 64 * user, 0], once, as_box(v_s.index(user), v))
+            copy_in(k, [b, g // CUT.apart, start + 64 * user, 0], once, as_box(k_s.index(user), k))
+            copy_in(v, [b, g // CUT.apart, start + 64 * user, 0], once, as_box(v_s.index(user), v))
         first = _first_stored(start, T, S, CUT)
         each = (_end_row(T, CUT) - first) // CUT.tile
         for n in range(0, CUT.group * each + 1):
@@ -166,10 +167,10 @@ if GLUON:
         )
 
 
-def hopper_wide(sizes: Sizes, cut: Roles) -> Launch:
-    """The launch for (q, k, v, do, dv, ds, stats)."""
-    cut = complete(cut, "dK/dV", sizes)
-    n_groups = sizes.n_heads // sizes.group
+def hopper_wide(sizes: Sizes, cut: Roles, apart: int = 1) -> Launch:
+    """The launch for (q, k, v, do, dv, ds, stats); of a head of keys, dv has ``apart`` parts."""
+    cut = replace(complete(cut, "dK/dV", sizes), group=sizes.group // apart, apart=apart)
+    n_groups = sizes.n_heads // cut.group
     args = (
         box(0, cut.tile, cut.width), box(1, 64, cut.width), box(2, 64, cut.width), box(3, cut.tile, cut.width),
         box(4, 64, cut.width), box(5, 64, cut.tile), Box(6, (cut.tile,), FLAT, (2 * sizes.n_rows,)), sizes.n_rows,

@@ -18,7 +18,7 @@ can_run = pytest.mark.skipif(
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 CASES = {  # batch, heads, queries, positions, causal, parts
     "training": (2, 4, 21, 21, True, None),
-    "decoding, in parts": (1, 20, 1, 70, True, 3),
+    "decoding, in parts": (1, 20, 1, 70, True, 4),
     "with a cache, in parts": (2, 3, 5, 40, True, 2),
     "all positions": (1, 16, 3, 33, False, None),
 }
