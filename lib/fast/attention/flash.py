@@ -24,6 +24,7 @@ from lib.fast.attention.flash_items import n_tiles_in_memory
 from lib.fast.attention.flash_portable import fast_dkdv_kernel, fast_dq_kernel, fast_forward_kernel
 from lib.fast.attention.flash_stored import StoredBackward, has_collectives
 from lib.fast.attention.flash_wide import WideBackward, stores_wide
+from lib.fast.attention.room import add_parts, parts_like
 from lib.fast.gluon import has_roles
 from lib.fast.launch import Address, Box, Launch, Sizes, can_be_read, grid_by_rows, is_watched, n_programs
 from lib.fast.parts.sums import add_rows
@@ -295,14 +296,11 @@ class InParts(NamedTuple):
 
     def __call__(self, q, k, v, do, dk, dv, *rest) -> None:
         """Fill dk and dv."""
-        parts = [dk, dv]
-        if self.apart > 1:
-            parts = [torch.empty((*q.shape[:-2], *k.shape[-2:]), dtype=q.dtype, device=q.device) for _ in parts]
+        parts = parts_like(q, k) if self.apart > 1 else []
         for launch in self.launches:
-            launch(q, k, v, do, *parts, *rest)
-        if self.apart > 1:
-            for total, part in zip((dk, dv), parts, strict=True):
-                torch.sum(part.unflatten(-3, (-1, self.apart)), -3, out=total)
+            launch(q, k, v, do, *(parts or (dk, dv)), *rest)
+        if parts:
+            add_parts((dk, dv), parts, self.apart)
 
 
 # ---- plans: what follows from shapes and strides is worked out once --------------------------------------------------

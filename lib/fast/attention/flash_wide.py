@@ -23,6 +23,7 @@ from lib.fast.attention.flash_hopper import Roles
 from lib.fast.attention.flash_portable import _place, _tile
 from lib.fast.attention.flash_stored import statistics_launch
 from lib.fast.attention.flash_wide_hopper import hopper_wide
+from lib.fast.attention.room import TakesRoom, add_parts, parts_like
 from lib.fast.launch import LENGTHS, Box, Launch, Sizes, grid_by_rows
 from lib.given.kernels.tiles import INTERPRETED, tl, triton
 
@@ -43,6 +44,7 @@ SMALL = (Cut(32, 64, 4, 2), Cut(64, 128, 4, 2), Cut(128, 64, 4, 2))  # for the i
 BLOCK = tl.constexpr(128)  # rows and keys within which all pairs of dS are written, or none
 # Fewest queries and keys of a head, and queries of all heads, for which dS goes through memory.
 WIDE_LENGTH, WIDE_ROWS = 512, 2**13
+APART_ROWS = 2**15  # with fewer queries of all heads, each has a dK and a dV of its own
 MOST_SHARE = 8  # dS takes at most so small a part of the GPU's memory: an eighth
 
 
@@ -52,6 +54,14 @@ def stores_wide(sizes: Sizes, memory_bytes: int) -> bool:
     is_wide = sizes.width == 256 and sizes.variant.is_plain and sizes.group >= 1
     is_enough = min(sizes.t, sizes.s) >= WIDE_LENGTH and sizes.n_batches * sizes.n_heads * sizes.t >= WIDE_ROWS
     return is_wide and is_seen and is_enough and 2 * sizes.n_rows * sizes.s * MOST_SHARE <= memory_bytes
+
+
+def n_apart(sizes: Sizes) -> int:
+    """How many programs share a head of keys, each with a dK and a dV of its own: all query heads where few programs
+    would be busy otherwise, else 1.
+    """
+    few = sizes.n_batches * sizes.n_heads * sizes.t < APART_ROWS
+    return sizes.group if few else 1
 
 
 @triton.jit
@@ -198,7 +208,7 @@ def options(cut: Cut) -> dict[str, int]:
     return {} if INTERPRETED else {"num_warps": cut.warps, "num_stages": cut.stages}
 
 
-class WideBackward:
+class WideBackward(TakesRoom):
     """A backward pass with five products for fixed sizes.
 
     Args:
@@ -207,32 +217,30 @@ class WideBackward:
         otherwise: Called with the same tensors if the device has too little memory left for dS.
     """
 
-    is_ready = False  # it needs tensors, not only addresses
-
     def __init__(self, sizes: Sizes, with_roles: bool = False, otherwise: Any = None):
+        super().__init__(otherwise)
         for_dv, for_dk, for_dq = SMALL if INTERPRETED else CUTS
+        self.apart = n_apart(sizes)
         self.statistics = statistics_launch(sizes, 0)
-        self.for_dv = hopper_wide(sizes, ROLES) if with_roles else launch_dv(sizes, for_dv)
-        self.for_dk, self.for_dq = launch_dk(sizes, for_dk), launch_dq(sizes, for_dq)
+        self.for_dv = hopper_wide(sizes, ROLES, self.apart) if with_roles else launch_dv(sizes, for_dv, self.apart)
+        self.for_dk, self.for_dq = launch_dk(sizes, for_dk, self.apart), launch_dq(sizes, for_dq)
         self.ds_shape = sizes.n_batches, sizes.n_heads, sizes.s, sizes.padded
         self.n_rows, self.n_stats = sizes.t, 2 * sizes.n_rows
-        self.otherwise, self.is_short = otherwise, False
 
-    def __call__(self, q, k, v, o, do, lse, dq, dk, dv) -> None:
-        """Fill dq, dk and dv; lse is contiguous."""
-        if self.is_short:
-            self.otherwise(q, k, v, o, do, lse, dq, dk, dv)
-            return
-        try:  # without what lies beyond the last row, which is not written: a load of it gives zeros
-            ds = torch.empty(self.ds_shape, dtype=q.dtype, device=q.device)[..., : self.n_rows]
-        except torch.OutOfMemoryError:
-            if self.otherwise is None:
-                raise
-            self.is_short = True  # and is not asked again: PyTorch empties its cache before it gives up
-            self.otherwise(q, k, v, o, do, lse, dq, dk, dv)
-            return
+    def take(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """dS; and dK and dV of each query head, if heads are apart."""
+        # without what lies beyond the last row, which is not written: a load of it gives zeros
+        ds = torch.empty(self.ds_shape, dtype=q.dtype, device=q.device)[..., : self.n_rows]
+        return ds, parts_like(q, k) if self.apart > 1 else []
+
+    def run(self, room: Any, *given: torch.Tensor) -> None:
+        """Fill dq, dk and dv."""
+        (ds, parts), (q, k, v, o, do, lse, dq, dk, dv) = room, given
         stats = torch.empty(self.n_stats, dtype=torch.float32, device=q.device)
         self.statistics(o, do, lse, stats, stats)
-        self.for_dv(q, k, v, do, dv, ds, stats)
-        self.for_dk(q, dk, ds)
+        of_keys, of_values = parts or (dk, dv)
+        self.for_dv(q, k, v, do, of_values, ds, stats)
+        self.for_dk(q, of_keys, ds)
         self.for_dq(k, dq, ds)
+        if parts:
+            add_parts((dk, dv), parts, self.apart)

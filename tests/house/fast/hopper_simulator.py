@@ -374,7 +374,8 @@ def _names(machine: Machine) -> dict[str, Any]:
         return x if isinstance(x, Tensor) else torch.tensor(x)
 
     language = SimpleNamespace(
-        float32=torch.float32, int64=torch.int64, int32=torch.int32,
+        float32=torch.float32, bfloat16=torch.bfloat16, int64=torch.int64, int32=torch.int32,
+        NVMMASharedLayout=SimpleNamespace(get_default_for=lambda *_: None),
         constexpr=lambda x: x, static_range=range, program_id=lambda i: torch.tensor(machine.at[i]),
         num_programs=lambda i: torch.tensor(machine.grid[i]),
         SliceLayout=lambda *_: None, arange=lambda a, b, layout=None: torch.arange(a, b),
