@@ -30,7 +30,8 @@ from lib.fast.launch import Address, Box, Launch, Sizes, can_be_read, grid_by_ro
 from lib.fast.parts.sums import add_rows
 from lib.fast.variants import PLAIN, Documents, Variant, check_variant
 from lib.given.kernels.once import NO_SECOND_DERIVATIVE
-from lib.given.kernels.tiles import HAS_TRITON, INTERPRETED, check_shapes, triton
+from lib.given.kernels.tiles import HAS_TRITON, INTERPRETED, triton
+from lib.given.kernels.tiles import check_shapes as check_equal_shapes
 
 
 class Tiles(NamedTuple):
@@ -114,6 +115,22 @@ MANY = 2**15
 QUICKEST, QUICKEST_SHORT = {(64, True), (96, True)}, {(64, True), (64, False), (80, True)}
 MOST_ALONG_AXIS = 2**16 - 1  # heads of all batches, or tiles of rows: what CUDA allows along a grid's later axes
 WIDTHS = range(64, 257, 8)  # a width between powers of two is computed in tiles of 128 or 256
+
+
+def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """As chapter 15's, but values may be narrower than keys: a tile as wide as the keys has zeros beyond them.
+
+    Raises:
+        ValueError: the shapes, dtypes or devices do not fit, or keys or values are too wide.
+    """
+    if q.shape[-1] > WIDTHS[-1] or k.shape[-1] < v.shape[-1]:
+        raise ValueError(
+            f"keys {k.shape[-1]} wide, values {v.shape[-1]} wide: expected keys at most {WIDTHS[-1]} wide, and values "
+            "no wider; lib.fast.attention.latent takes DeepSeek's 576 and 512"
+        )
+    if 0 < v.shape[-1] < k.shape[-1]:
+        v = v[..., :1].expand(*v.shape[:-1], k.shape[-1])
+    check_equal_shapes(q, k, v)
 
 
 # ---- launches --------------------------------------------------------------------------------------------------------
@@ -296,7 +313,7 @@ class InParts(NamedTuple):
 
     def __call__(self, q, k, v, do, dk, dv, *rest) -> None:
         """Fill dk and dv."""
-        parts = parts_like(q, k) if self.apart > 1 else []
+        parts = parts_like(q, k, v) if self.apart > 1 else []
         for launch in self.launches:
             launch(q, k, v, do, *(parts or (dk, dv)), *rest)
         if parts:
@@ -399,14 +416,16 @@ def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(dense_strides(shape, tuple(range(len(shape), 0, -1))))
 
 
-def _strides_like(x: Tensor) -> tuple[int, ...]:
-    """Strides of x's shape, with its dimensions in the same order and no gaps; its rows are always whole."""
-    strides = dense_strides(tuple(x.shape[:-1]), x.stride()[:-1])
-    return *(n * x.shape[-1] for n in strides), 1
+def _shape_like(x: Tensor, width: int | None = None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """x's shape, perhaps with another width, and strides with its dimensions in the same order and no gaps; rows are
+    always whole.
+    """
+    strides, width = dense_strides(tuple(x.shape[:-1]), x.stride()[:-1]), width or x.shape[-1]
+    return (*x.shape[:-1], width), (*(n * width for n in strides), 1)
 
 
-def _like(x: Tensor) -> Allocate:
-    return _allocate(tuple(x.shape), _strides_like(x), x.dtype, x.device)
+def _like(x: Tensor, width: int | None = None) -> Allocate:
+    return _allocate(*_shape_like(x, width), x.dtype, x.device)
 
 
 def _statistics(x: Tensor, *shape: int) -> Allocate:
@@ -421,14 +440,9 @@ def _plan_forward(
     xs: tuple[Tensor, ...], is_causal: bool, tiles: Tiles | Roles | None, variant: Variant = PLAIN
 ) -> Plan:
     q, k, v = xs
-    if q.shape[-1] > WIDTHS[-1] or k.shape[-1] != v.shape[-1]:
-        raise ValueError(
-            f"keys {k.shape[-1]} wide, values {v.shape[-1]} wide: expected one width of at most {WIDTHS[-1]}; "
-            "lib.fast.attention.latent takes DeepSeek's 576 and 512"
-        )
     check_shapes(q, k, v)
     launch = launch_forward(sizes_of(q, k, is_causal, variant), tiles or tiles_for(q, k, is_causal, variant)[0])
-    return Plan(_copied(xs), (_like(q), _statistics(q, *q.shape[:-1])), launch, {})
+    return Plan(_copied(xs), (_like(q, v.shape[-1]), _statistics(q, *q.shape[:-1])), launch, {})
 
 
 def _plan_dq(xs: tuple[Tensor, ...], is_causal: bool, tiles: Tiles | Roles | None, variant: Variant = PLAIN) -> Plan:
@@ -720,8 +734,8 @@ def joined_backward_operator(
     return dx, x.new_empty(0, dtype=torch.float32) if sums is None else sums
 
 
-def _fake_like(x: Tensor) -> Tensor:
-    return x.new_empty_strided(x.shape, _strides_like(x))
+def _fake_like(x: Tensor, width: int | None = None) -> Tensor:
+    return x.new_empty_strided(*_shape_like(x, width))
 
 
 @torch.library.custom_op("workbook::flash_variant_forward", mutates_args=())
@@ -746,7 +760,7 @@ def variant_backward_operator(
 
 @variant_forward_operator.register_fake
 def _(q, k, v, sinks, spans, is_causal, scale, window, softcap):
-    return _fake_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
+    return _fake_like(q, v.shape[-1]), q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
 @variant_backward_operator.register_fake
@@ -761,7 +775,7 @@ def _(q, k, v, o, do, lse, sinks, spans, is_causal, scale, window, softcap):
 
 @forward_operator.register_fake
 def _(q, k, v, is_causal):
-    return _fake_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
+    return _fake_like(q, v.shape[-1]), q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
 @backward_operator.register_fake
@@ -922,13 +936,16 @@ def _has_copy_engine(device: torch.device) -> bool:
 
 
 def fits_fast(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> bool:
-    """Whether the fast kernels can run: a Hopper GPU, 16 bits, a width from 64 to 256 that is a multiple of 8."""
+    """Whether the fast kernels can run: a Hopper GPU, 16 bits, a width from 64 to 256 that is a multiple of 8, and
+    values of no more.
+    """
     if not q.is_cuda or not HAS_TRITON or INTERPRETED or q.ndim < 2 or q.shape[-1] not in WIDTHS:
         return False
     if q.shape[:-2].numel() > MOST_ALONG_AXIS or q.shape[-2] > 64 * MOST_ALONG_AXIS:
         return False
     known = q.dtype is torch.bfloat16 or q.dtype is torch.float16
-    return known and _has_copy_engine(q.device) and q.numel() > 0 and k.numel() > 0
+    fits = v.shape[-1] % 8 == 0 < v.shape[-1] <= k.shape[-1]
+    return known and fits and _has_copy_engine(q.device) and q.numel() > 0 and k.numel() > 0
 
 
 def is_quickest(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> bool:
@@ -964,7 +981,8 @@ def flash_attention_fast(
 
     Args:
         q: Queries ``[..., H, T, D]``.
-        k, v: Keys and values ``[..., G, S, D]``; query head h reads key head ``h // (H / G)``.
+        k: Keys ``[..., G, S, D]``; query head h reads key head ``h // (H / G)``.
+        v: Values, as wide as the keys or narrower, and so is what is returned.
         is_causal: Whether a query sees no key after its own position; the last query is at the last key.
         scale: Factor of the scores; ``D ** -0.5`` if None.
         window: How many keys a query sees at most, its own position included;

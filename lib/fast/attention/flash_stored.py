@@ -482,10 +482,10 @@ class StoredBackward(TakesRoom):
         """Whether a collective could hold it up, and there is another way."""
         return self.otherwise is not None and has_collectives()
 
-    def take(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def take(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """dS; and dK and dV of each query head, if heads are apart."""
         ds = torch.empty(self.n_ds, dtype=q.dtype, device=q.device)
-        return ds, parts_like(q, k) if self.dealt.apart > 1 else []
+        return ds, parts_like(q, k, v) if self.dealt.apart > 1 else []
 
     def run(self, room: Any, *given: torch.Tensor) -> None:
         """Fill dq, dk and dv."""

@@ -227,11 +227,11 @@ class WideBackward(TakesRoom):
         self.ds_shape = sizes.n_batches, sizes.n_heads, sizes.s, sizes.padded
         self.n_rows, self.n_stats = sizes.t, 2 * sizes.n_rows
 
-    def take(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def take(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """dS; and dK and dV of each query head, if heads are apart."""
         # without what lies beyond the last row, which is not written: a load of it gives zeros
         ds = torch.empty(self.ds_shape, dtype=q.dtype, device=q.device)[..., : self.n_rows]
-        return ds, parts_like(q, k) if self.apart > 1 else []
+        return ds, parts_like(q, k, v) if self.apart > 1 else []
 
     def run(self, room: Any, *given: torch.Tensor) -> None:
         """Fill dq, dk and dv."""

@@ -23,7 +23,7 @@ class TakesRoom:
         given, room = (q, k, v, o, do, lse, dq, dk, dv), None
         if not (self.is_short or self.is_barred()):
             try:
-                room = self.take(q, k)
+                room = self.take(q, k, v)
             except torch.OutOfMemoryError:
                 if self.otherwise is None:
                     raise
@@ -37,7 +37,7 @@ class TakesRoom:
         """Whether it may not run now, though there is room."""
         return False
 
-    def take(self, q: Tensor, k: Tensor) -> Any:
+    def take(self, q: Tensor, k: Tensor, v: Tensor) -> Any:
         """Allocate."""
         raise NotImplementedError
 
@@ -46,9 +46,9 @@ class TakesRoom:
         raise NotImplementedError
 
 
-def parts_like(q: Tensor, k: Tensor) -> list[Tensor]:
+def parts_like(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
     """Room for a dK and a dV of each query head."""
-    return [torch.empty((*q.shape[:-2], *k.shape[-2:]), dtype=q.dtype, device=q.device) for _ in "kv"]
+    return [torch.empty((*q.shape[:-2], *x.shape[-2:]), dtype=q.dtype, device=q.device) for x in (k, v)]
 
 
 def add_parts(totals: tuple[Tensor, ...], parts: list[Tensor], apart: int) -> None:
