@@ -199,11 +199,12 @@ def _short_tiles(sizes: Sizes) -> tuple[Tiles | Roles | None, Tiles | None, Tile
     return SHORT.get(key, nothing)
 
 
-def sizes_of(q: Tensor, k: Tensor, is_causal: bool, variant: Variant = PLAIN) -> Sizes:
-    """The sizes that launches depend on."""
+def sizes_of(q: Tensor, k: Tensor, is_causal: bool, variant: Variant = PLAIN, v: Tensor | None = None) -> Sizes:
+    """The sizes that launches depend on; values are as wide as keys if v is None."""
     n_heads, n_groups = (x.shape[-3] if x.ndim > 2 else 1 for x in (q, k))
     n_batches, group = q.shape[:-3].numel(), n_heads // n_groups
-    return Sizes(n_batches, n_heads, group, q.shape[-2], k.shape[-2], q.shape[-1], is_causal, variant)
+    narrow = v.shape[-1] if v is not None and v.shape[-1] < q.shape[-1] else None
+    return Sizes(n_batches, n_heads, group, q.shape[-2], k.shape[-2], q.shape[-1], is_causal, variant, narrow)
 
 
 def _options(tiles: Tiles) -> dict[str, int]:
@@ -441,7 +442,7 @@ def _plan_forward(
 ) -> Plan:
     q, k, v = xs
     check_shapes(q, k, v)
-    launch = launch_forward(sizes_of(q, k, is_causal, variant), tiles or tiles_for(q, k, is_causal, variant)[0])
+    launch = launch_forward(sizes_of(q, k, is_causal, variant, v), tiles or tiles_for(q, k, is_causal, variant)[0])
     return Plan(_copied(xs), (_like(q, v.shape[-1]), _statistics(q, *q.shape[:-1])), launch, {})
 
 
@@ -509,7 +510,7 @@ def _plan_backward(xs: tuple[Tensor, ...], is_causal: bool, has_sums: bool = Fal
     """``has_sums``: the results include dQ's sums, if the kernels chosen for these sizes compute them."""
     q, k, v = xs[:3]
     check_shapes(q, k, v)
-    sizes = sizes_of(q, k, is_causal, variant)
+    sizes = sizes_of(q, k, is_causal, variant, v)
     _, for_dq, for_dkdv = tiles_for(q, k, is_causal)
     n_tiles, is_wide = n_stored_tiles(q.device, sizes), stores_wide(sizes, _memory_bytes(q.device))
     sums: tuple[Allocate, ...] = ()

@@ -120,31 +120,36 @@ STORED = {
 
 
 def wide(shape: tuple[int, ...], causal: bool, apart: int, seed: int, **options: Any) -> dict[str, float]:
-    """dV of wide heads and dS, of which all pairs in blocks of 128 with a pair that is seen must be there."""
-    B, H, G, T, S, D = shape
-    q, do, k, v = (torch.randn(B, n, t, D).bfloat16() for n, t in ((H, T), (H, T), (G, S), (G, S)))
+    """The forward pass, dV of wide heads, and dS: all pairs in blocks of 128 with a pair that is seen must be there."""
+    B, H, G, T, S, D, V = shape
+    q, do, k, v = (torch.randn(B, n, t, d).bfloat16() for n, t, d in ((H, T, D), (H, T, V), (G, S, D), (G, S, V)))
     o, scores, (_, _, wanted) = exact_attention(q, k, v, do, causal)
-    sizes, values = Sizes(B, H, H // G, T, S, D, causal), v.double().repeat_interleave(H // G, 1)
+    sizes, values = Sizes(B, H, H // G, T, S, D, causal, value_dim=V), v.double().repeat_interleave(H // G, 1)
+    out, lse = empty(B, H, T, V), empty(B, H, T, dtype=torch.float32)
+    cut = Roles(2, 64, 2, heads_first=True)
+    simulate(flash_hopper.hopper_forward(sizes, cut), q, k, v, out, lse, seed=seed, **options)
+
     along = (o * do.double()).sum(-1)
     d_scores = scores.softmax(-1) * (do.double() @ values.mT - along[..., None])
     beyond = sizes.padded - T
     lse2 = F.pad(scores.logsumexp(-1).float() / math.log(2), (0, beyond), value=math.inf)
     stats = torch.stack([lse2, F.pad(along.float(), (0, beyond))]).flatten()
-    dv, ds = empty(B, G * apart, S, D), empty(B, H, S, sizes.padded)[..., :T]
+    dv, ds = empty(B, G * apart, S, V), empty(B, H, S, sizes.padded)[..., :T]
     launch = flash_wide_hopper.hopper_wide(sizes, flash_wide.ROLES, apart)
     simulate(launch, q, k, v, do, dv, ds, stats, seed=seed, **options)
     first = torch.arange(S) // 128 * 128 + T - S if causal else torch.zeros(S)  # row that sees the first key of a block
     written = torch.arange(T) // 128 * 128 + 127 >= first[:, None]
     ds, d_scores = (torch.where(written, x, 0) for x in (ds, d_scores.mT))
-    return {"dv": distance(dv.double().unflatten(1, (G, apart)).sum(2), wanted), "ds": distance(ds, d_scores)}
+    dv = dv.double().unflatten(1, (G, apart)).sum(2)
+    return {"o": distance(out, o), "dv": distance(dv, wanted), "ds": distance(ds, d_scores)}
 
 
-# batch, heads, heads of keys, rows, keys, width; mask; programs that share a head of keys
+# batch, heads, heads of keys, rows, keys, widths of keys and values; mask; programs that share a head of keys
 WIDE = {
-    "causal": ((1, 2, 1, 256, 256, 256), True, 1),
-    "ragged, each head apart": ((1, 2, 1, 137, 200, 256), True, 2),
-    "ragged": ((2, 1, 1, 70, 70, 192), True, 1),
-    "full, each head apart": ((1, 4, 2, 70, 130, 256), False, 2),
+    "causal": ((1, 1, 1, 256, 256, 256, 256), True, 1),
+    "ragged, each head apart": ((1, 2, 1, 70, 200, 256, 256), True, 2),
+    "narrow values": ((1, 1, 1, 70, 70, 192, 128), True, 1),
+    "full, narrow values, each head apart": ((1, 2, 1, 70, 130, 256, 72), False, 2),
 }
 
 
