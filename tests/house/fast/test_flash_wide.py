@@ -16,6 +16,7 @@ can_run = pytest.mark.skipif(
     not INTERPRETED and (not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] < 9),
     reason="descriptors need a Hopper GPU, or the interpreter",
 )
+pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 SHAPES = {  # batch, heads, heads of keys, rows, keys, and parts of the width that values have
     "equal": (1, 2, 1, 64, 64, 1),
     "ragged": (2, 2, 2, 70, 70, 1),
