@@ -24,7 +24,7 @@ from lib.fast.attention.flash_items import n_tiles_in_memory
 from lib.fast.attention.flash_portable import fast_dkdv_kernel, fast_dq_kernel, fast_forward_kernel
 from lib.fast.attention.flash_stored import StoredBackward, has_collectives
 from lib.fast.attention.flash_wide import WideBackward, stores_wide
-from lib.fast.attention.room import add_parts, parts_like
+from lib.fast.attention.room import add_parts, part_like
 from lib.fast.gluon import has_roles
 from lib.fast.launch import Address, Box, Launch, Sizes, can_be_read, grid_by_rows, is_watched, n_programs
 from lib.fast.parts.sums import add_rows
@@ -314,11 +314,11 @@ class InParts(NamedTuple):
 
     def __call__(self, q, k, v, do, dk, dv, *rest) -> None:
         """Fill dk and dv."""
-        parts = parts_like(q, k, v) if self.apart > 1 else []
+        parts = [part_like(q, x) for x in (dk, dv)] if self.apart > 1 else []
         for launch in self.launches:
             launch(q, k, v, do, *(parts or (dk, dv)), *rest)
-        if parts:
-            add_parts((dk, dv), parts, self.apart)
+        for total, part in zip((dk, dv), parts, strict=False):
+            add_parts(total, part, self.apart)
 
 
 # ---- plans: what follows from shapes and strides is worked out once --------------------------------------------------

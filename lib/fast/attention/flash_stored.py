@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 from lib.fast.attention.flash_hopper import Roles, box
 from lib.fast.attention.flash_items import Item, Work, deal_apart
-from lib.fast.attention.room import TakesRoom, add_parts, parts_like
+from lib.fast.attention.room import TakesRoom, add_parts, part_like
 from lib.fast.gluon import GLUON
 from lib.fast.launch import LENGTHS, Address, Box, Launch, Sizes
 from lib.given.kernels.tiles import LOG2E, tl, triton
@@ -485,7 +485,7 @@ class StoredBackward(TakesRoom):
     def take(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """dS; and dK and dV of each query head, if heads are apart."""
         ds = torch.empty(self.n_ds, dtype=q.dtype, device=q.device)
-        return ds, parts_like(q, k, v) if self.dealt.apart > 1 else []
+        return ds, [part_like(q, x) for x in (k, v)] if self.dealt.apart > 1 else []
 
     def run(self, room: Any, *given: torch.Tensor) -> None:
         """Fill dq, dk and dv."""
@@ -495,5 +495,5 @@ class StoredBackward(TakesRoom):
         counters = torch.empty(n_counters, dtype=torch.int32, device=q.device)
         self.statistics(o, do, lse, stats, counters)
         self.backward(q, k, v, do, dq, *(parts or (dk, dv)), stats, ds, table, counters)
-        if parts:
-            add_parts((dk, dv), parts, apart)
+        for total, part in zip((dk, dv), parts, strict=False):
+            add_parts(total, part, apart)

@@ -23,7 +23,7 @@ from lib.fast.attention.flash_hopper import Roles
 from lib.fast.attention.flash_portable import _place, _tile
 from lib.fast.attention.flash_stored import statistics_launch
 from lib.fast.attention.flash_wide_hopper import hopper_wide
-from lib.fast.attention.room import TakesRoom, add_parts, parts_like
+from lib.fast.attention.room import TakesRoom, add_parts, part_like
 from lib.fast.launch import LENGTHS, Box, Launch, Sizes, grid_by_rows
 from lib.given.kernels.tiles import INTERPRETED, tl, triton
 
@@ -40,11 +40,12 @@ class Cut(NamedTuple):
 # dV and dS, dK, dQ: the fastest on an H200 of some ten cuts each.
 ROLES = Roles(2, 32, 2)  # of the first kernel where `has_roles` holds
 CUTS = (Cut(64, 64, 4, 2), Cut(64, 128, 8, 4), Cut(128, 64, 8, 4))
+# The same for fewer than FEW_ROWS queries of all heads: each head has a dV of its own, and no warps have roles.
+FEW, FEW_ROWS = (Cut(32, 64, 4, 3), Cut(64, 64, 4, 4), Cut(64, 64, 4, 4)), 2**15
 SMALL = (Cut(32, 64, 4, 2), Cut(64, 128, 4, 2), Cut(128, 64, 4, 2))  # for the interpreter
 BLOCK = tl.constexpr(128)  # rows and keys within which all pairs of dS are written, or none
 # Fewest queries and keys of a head, and queries of all heads, for which dS goes through memory.
 WIDE_LENGTH, WIDE_ROWS = 512, 2**13
-APART_ROWS = 2**15  # with fewer queries of all heads, each has a dK and a dV of its own
 MOST_SHARE = 8  # dS takes at most so small a part of the GPU's memory: an eighth
 
 
@@ -54,14 +55,6 @@ def stores_wide(sizes: Sizes, memory_bytes: int) -> bool:
     is_wide = sizes.width == 256 and sizes.variant.is_plain and sizes.group >= 1
     is_enough = min(sizes.t, sizes.s) >= WIDE_LENGTH and sizes.n_batches * sizes.n_heads * sizes.t >= WIDE_ROWS
     return is_wide and is_seen and is_enough and 2 * sizes.n_rows * sizes.s * MOST_SHARE <= memory_bytes
-
-
-def n_apart(sizes: Sizes) -> int:
-    """How many programs share a head of keys, each with a dK and a dV of its own: all query heads where few programs
-    would be busy otherwise, else 1.
-    """
-    few = sizes.n_batches * sizes.n_heads * sizes.t < APART_ROWS
-    return sizes.group if few else 1
 
 
 @triton.jit
@@ -180,9 +173,8 @@ def launch_dv(sizes: Sizes, cut: Cut, apart: int = 1) -> Launch:
     return Launch(wide_dv_kernel, _grid_of_keys(sizes, cut), args, **options(cut))
 
 
-def launch_dk(sizes: Sizes, cut: Cut, apart: int = 1) -> Launch:
-    """The launch for (q, dk, ds); of a head of keys, dk has ``apart`` parts."""
-    sizes = sizes._replace(group=sizes.group // apart)
+def launch_dk(sizes: Sizes, cut: Cut) -> Launch:
+    """The launch for (q, dk, ds)."""
     rows, cols = (1, 1, cut.rows, sizes.width), (1, 1, cut.cols, sizes.width)
     n_groups = sizes.n_heads // sizes.group
     args = (
@@ -219,28 +211,29 @@ class WideBackward(TakesRoom):
 
     def __init__(self, sizes: Sizes, with_roles: bool = False, otherwise: Any = None):
         super().__init__(otherwise)
-        for_dv, for_dk, for_dq = SMALL if INTERPRETED else CUTS
-        self.apart = n_apart(sizes)
+        is_few = sizes.n_batches * sizes.n_heads * sizes.t < FEW_ROWS
+        for_dv, for_dk, for_dq = SMALL if INTERPRETED else FEW if is_few else CUTS
+        self.apart = sizes.group if is_few else 1
         self.statistics = statistics_launch(sizes, 0)
-        self.for_dv = hopper_wide(sizes, ROLES, self.apart) if with_roles else launch_dv(sizes, for_dv, self.apart)
-        self.for_dk, self.for_dq = launch_dk(sizes, for_dk, self.apart), launch_dq(sizes, for_dq)
+        has_roles = with_roles and not is_few
+        self.for_dv = hopper_wide(sizes, ROLES) if has_roles else launch_dv(sizes, for_dv, self.apart)
+        self.for_dk, self.for_dq = launch_dk(sizes, for_dk), launch_dq(sizes, for_dq)
         self.ds_shape = sizes.n_batches, sizes.n_heads, sizes.s, sizes.padded
         self.n_rows, self.n_stats = sizes.t, 2 * sizes.n_rows
 
-    def take(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """dS; and dK and dV of each query head, if heads are apart."""
+    def take(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """dS; and dV of each query head, if heads are apart."""
         # without what lies beyond the last row, which is not written: a load of it gives zeros
         ds = torch.empty(self.ds_shape, dtype=q.dtype, device=q.device)[..., : self.n_rows]
-        return ds, parts_like(q, k, v) if self.apart > 1 else []
+        return ds, part_like(q, v) if self.apart > 1 else None
 
     def run(self, room: Any, *given: torch.Tensor) -> None:
         """Fill dq, dk and dv."""
-        (ds, parts), (q, k, v, o, do, lse, dq, dk, dv) = room, given
+        (ds, part), (q, k, v, o, do, lse, dq, dk, dv) = room, given
         stats = torch.empty(self.n_stats, dtype=torch.float32, device=q.device)
         self.statistics(o, do, lse, stats, stats)
-        of_keys, of_values = parts or (dk, dv)
-        self.for_dv(q, k, v, do, of_values, ds, stats)
-        self.for_dk(q, of_keys, ds)
+        self.for_dv(q, k, v, do, dv if part is None else part, ds, stats)
+        self.for_dk(q, dk, ds)
         self.for_dq(k, dq, ds)
-        if parts:
-            add_parts((dk, dv), parts, self.apart)
+        if part is not None:
+            add_parts(dv, part, self.apart)

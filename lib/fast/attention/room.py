@@ -1,9 +1,15 @@
 """What the backward passes share that keep something large in memory on the way."""
 
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from lib.fast.launch import Address, Launch
+from lib.given.kernels.tiles import INTERPRETED, tl, triton
+
+ADDED = 1024  # numbers of a head that a program adds up
 
 
 class TakesRoom:
@@ -46,12 +52,37 @@ class TakesRoom:
         raise NotImplementedError
 
 
-def parts_like(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-    """Room for a dK and a dV of each query head."""
-    return [torch.empty((*q.shape[:-2], *x.shape[-2:]), dtype=q.dtype, device=q.device) for x in (k, v)]
+# ---- gradients of each query head, added up for the head of keys that they share ------------------------------------
 
 
-def add_parts(totals: tuple[Tensor, ...], parts: list[Tensor], apart: int) -> None:
-    """Fill dk and dv, which have a head for each ``apart`` heads of the parts."""
-    for total, part in zip(totals, parts, strict=True):
-        torch.sum(part.unflatten(-3, (-1, apart)), -3, out=total)
+def part_like(q: Tensor, x: Tensor) -> Tensor:
+    """Room for a gradient of x, keys or values, for each query head."""
+    return torch.empty((*q.shape[:-2], *x.shape[-2:]), dtype=q.dtype, device=q.device)
+
+
+@triton.jit
+def add_parts_kernel(part, out, G, S, batch_step, head_step, row_step, D: tl.constexpr, APART: tl.constexpr,
+                     ADDED: tl.constexpr):  # fmt: skip
+    """out [batch, G, S, D], of any strides, is the sum of APART heads of part [batch, G * APART, S, D] each."""
+    head, at = tl.program_id(1).to(tl.int64), tl.program_id(0) * ADDED + tl.arange(0, ADDED)
+    inside = at < S * D
+    total = tl.zeros([ADDED], tl.float32)
+    for i in tl.static_range(APART):
+        total += tl.load(part + (head * APART + i) * S * D + at, mask=inside, other=0.0).to(tl.float32)
+    to = out + head // G * batch_step + head % G * head_step + at // D * row_step + at % D
+    tl.store(to, total.to(out.dtype.element_ty), mask=inside)
+
+
+@lru_cache(maxsize=64)
+def _adding(shape: tuple[int, ...], strides: tuple[int, ...], apart: int) -> Launch:
+    """The launch for (part, out) with out of this shape and these strides."""
+    n_batches, n_groups, s, d = (1,) * (4 - len(shape)) + shape
+    steps = (0,) * (4 - len(strides)) + strides
+    args = (Address(0), Address(1), n_groups, s, *steps[:3], d, apart, ADDED)
+    grid = triton.cdiv(s * d, ADDED), n_batches * n_groups
+    return Launch(add_parts_kernel, grid, args, **({} if INTERPRETED else {"num_warps": 4}))
+
+
+def add_parts(total: Tensor, part: Tensor, apart: int) -> None:
+    """Fill a gradient of keys or values, which has one head for each ``apart`` heads of the part."""
+    _adding(tuple(total.shape), total.stride(), apart)(part, total)

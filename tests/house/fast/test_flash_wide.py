@@ -7,7 +7,7 @@ import torch
 
 from lib.fast.attention import flash, flash_wide
 from lib.fast.attention.flash import fast_backward, fast_forward, sizes_of
-from lib.fast.attention.flash_wide import CUTS, SMALL, Cut, WideBackward, stores_wide
+from lib.fast.attention.flash_wide import CUTS, FEW, SMALL, Cut, WideBackward, stores_wide
 from lib.fast.launch import Sizes
 from lib.given.kernels.tiles import INTERPRETED
 
@@ -62,7 +62,7 @@ def test_dS_through_memory_gives_the_gradients(name, causal, apart, monkeypatch)
     o, lse = fast_forward(q, k, v, causal)
     grads = [torch.full_like(x, torch.nan) for x in (q, k, v)]
     monkeypatch.setattr(torch, "empty", full_of_nan)
-    monkeypatch.setattr(flash_wide, "APART_ROWS", 2**15 if apart else 0)
+    monkeypatch.setattr(flash_wide, "FEW_ROWS", 2**15 if apart else 0)
     WideBackward(sizes_of(q, k, causal), not INTERPRETED)(q, k, v, o, do, lse, *grads)
     for found, wanted in zip(grads, exact(q, k, v, do, causal), strict=True):
         far = (found.double() - wanted).norm() / wanted.norm()
@@ -86,7 +86,7 @@ def test_dS_is_stored_where_it_pays_and_fits():
 
 
 def test_every_cut_divides_the_blocks_of_dS():
-    for cut in (*CUTS, *SMALL):
+    for cut in (*CUTS, *FEW, *SMALL):
         assert isinstance(cut, Cut)
         assert (128 % cut.rows, 128 % cut.cols) == (0, 0)
 
