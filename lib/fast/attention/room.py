@@ -9,7 +9,7 @@ from torch import Tensor
 from lib.fast.launch import Address, Launch
 from lib.given.kernels.tiles import INTERPRETED, tl, triton
 
-ADDED = 1024  # numbers of a head that a program adds up
+ADDED = 4096  # numbers of a head that a program adds up
 
 
 class TakesRoom:

@@ -58,6 +58,7 @@ class Pointer:
 
     def __init__(self, memory: Tensor, at: Any = 0):
         self.memory, self.at = memory, at
+        self.dtype = SimpleNamespace(element_ty=memory.dtype)
 
     def __add__(self, offset: Any) -> "Pointer":
         return Pointer(self.memory, self.at + offset)
@@ -380,6 +381,7 @@ def _names(machine: Machine) -> dict[str, Any]:
         num_programs=lambda i: torch.tensor(machine.grid[i]),
         SliceLayout=lambda *_: None, arange=lambda a, b, layout=None: torch.arange(a, b),
         full=lambda shape, x, dtype, layout=None: torch.full(tuple(shape), x, dtype=dtype),
+        zeros=lambda shape, dtype: torch.zeros(tuple(shape), dtype=dtype),
         zeros_like=torch.zeros_like,
         maximum=of_two(torch.maximum), minimum=of_two(torch.minimum), where=lambda c, a,
         b: torch.where(c, number(a), number(b)),
