@@ -538,8 +538,8 @@ def complete(cut: Roles, kernel: str, sizes: Sizes) -> Roles:
         )
     if kernel == "dK/dV" and (cut.early or cut.heads_first):
         raise ValueError(f"early = {cut.early}, heads_first = {cut.heads_first}, expected neither for dK/dV")
-    widths = {"width": sizes.width, "values": sizes.value_width if kernel == "forward" else sizes.width}
-    return replace(cut, kernel=kernel, **widths, group=sizes.group, causal=sizes.causal, ragged=sizes.ragged)
+    cut = replace(cut, width=sizes.width, values=sizes.value_width if kernel == "forward" else sizes.width)
+    return replace(cut, kernel=kernel, group=sizes.group, causal=sizes.causal, ragged=sizes.ragged)
 
 
 def hopper_forward(sizes: Sizes, cut: Roles) -> Launch:
