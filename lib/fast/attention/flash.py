@@ -74,6 +74,8 @@ ROLES_TABLE: dict[tuple[int, bool], tuple[Tiles | Roles, Tiles | Roles, Tiles | 
     (256, True): (Roles(2, 64, 2, heads_first=True), *WIDE[1:]),
     (256, False): (Roles(2, 64, 2, heads_first=True), *WIDE[1:]),
 }
+# Of the forward pass at width 256, where values are at most half as wide as keys and leave room for another stage.
+NARROW = Roles(2, 64, 3, heads_first=True)
 # Tiles for sequences of at most SHORT_LENGTH tokens, for which other programs are faster, however many rows there are.
 # None means that the other tables apply (lib.bench.kernels.flash_short).
 SHORT_LENGTH, RAGGED_LENGTH = 1024, 512
@@ -94,10 +96,11 @@ BAND = {
     64: (Tiles(64, 64, 4, 3, heads_first=True), Tiles(64, 32, 4, 4, heads_first=True), Tiles(64, 64, 4, 3)),
     128: (TABLE[128, True][0], Tiles(64, 64, 4, 2), Tiles(32, 64, 4, 4)),
 }
-# Tiles for at most SHORT_LENGTH tokens and FEW_ROWS queries of all heads, which leave multiprocessors idle.
-FEW_ROWS = 2**15
+# Tiles for at most FEW_LENGTH tokens and FEW_ROWS queries of all heads, which leave multiprocessors idle.
+FEW_LENGTH, FEW_ROWS = 2048, 2**15
 FEW: dict[tuple[int, bool], tuple[Tiles | None, Tiles | None, Tiles | None]] = {
-    (128, True): (None, Tiles(64, 64, 4, 2, heads_first=True), Tiles(64, 64, 4, 2, apart=True)),
+    (128, True): (None, Tiles(64, 64, 4, 3, heads_first=True), Tiles(64, 64, 4, 2, apart=True)),
+    (256, True): (Tiles(64, 64, 4, 2, heads_first=True), None, None),
 }
 # Fewest queries (keys for dK/dV), counted over all heads, for kernels with roles: with fewer, these kernels leave
 # multiprocessors idle (lib.bench.kernels.flash_short).
@@ -137,7 +140,7 @@ def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def tiles_for(
-    q: Tensor, k: Tensor, is_causal: bool, variant: Variant = PLAIN
+    q: Tensor, k: Tensor, is_causal: bool, variant: Variant = PLAIN, v: Tensor | None = None
 ) -> tuple[Tiles | Roles, Tiles | Roles, Tiles | Roles]:
     """Tiles of forward, dQ and dK/dV for this device and these sizes; small ones for widths that no table has."""
     small = (Tiles(32, 32, 4, 2),) * 3
@@ -150,8 +153,10 @@ def tiles_for(
     rows = q.shape[:-1].numel(), q.shape[:-1].numel(), k.shape[:-1].numel()
     both = zip(chosen, ROLES_TABLE[width, is_causal], rows, ENOUGH_ROWS, strict=True)
     by_rows = (roles if n >= enough else tiles for tiles, roles, n, enough in both)
-    forward, dq, dkdv = (a or b for a, b in zip(_short_tiles(sizes_of(q, k, is_causal)), by_rows, strict=True))
-    return forward, dq, dkdv
+    sizes = sizes_of(q, k, is_causal, v=v)
+    forward, dq, dkdv = (a or b for a, b in zip(_short_tiles(sizes), by_rows, strict=True))
+    has_room = width == 256 and 2 * sizes.value_width <= width and isinstance(forward, Roles)
+    return NARROW if has_room else forward, dq, dkdv
 
 
 @torch.compiler.assume_constant_result
@@ -191,12 +196,10 @@ def _short_tiles(sizes: Sizes) -> tuple[Tiles | Roles | None, Tiles | None, Tile
     """Tiles for short sequences; None where the other tables apply."""
     if sizes.width in RAGGED and sizes.ragged and _may_be_ragged(sizes.t, sizes.s, sizes.causal):
         return RAGGED[sizes.width]
-    key, nothing = (sizes.width, sizes.causal), (None, None, None)
-    if max(sizes.t, sizes.s) > SHORT_LENGTH:
-        return nothing
-    if sizes.n_batches * sizes.n_heads * sizes.t <= FEW_ROWS and key in FEW:
+    key, longest, nothing = (sizes.width, sizes.causal), max(sizes.t, sizes.s), (None, None, None)
+    if longest <= FEW_LENGTH and sizes.n_batches * sizes.n_heads * sizes.t <= FEW_ROWS and key in FEW:
         return FEW[key]
-    return SHORT.get(key, nothing)
+    return SHORT.get(key, nothing) if longest <= SHORT_LENGTH else nothing
 
 
 def sizes_of(q: Tensor, k: Tensor, is_causal: bool, variant: Variant = PLAIN, v: Tensor | None = None) -> Sizes:
@@ -442,7 +445,7 @@ def _plan_forward(
 ) -> Plan:
     q, k, v = xs
     check_shapes(q, k, v)
-    launch = launch_forward(sizes_of(q, k, is_causal, variant, v), tiles or tiles_for(q, k, is_causal, variant)[0])
+    launch = launch_forward(sizes_of(q, k, is_causal, variant, v), tiles or tiles_for(q, k, is_causal, variant, v)[0])
     return Plan(_copied(xs), (_like(q, v.shape[-1]), _statistics(q, *q.shape[:-1])), launch, {})
 
 

@@ -37,15 +37,16 @@ class Cut(NamedTuple):
     stages: int
 
 
+# The first kernel where `has_roles` holds, with values as wide as keys, and with values of at most half their width.
+ROLES, NARROW_ROLES = Roles(2, 32, 2), Roles(2, 32, 3)
 # dV and dS, dK, dQ: the fastest on an H200 of some ten cuts each.
-ROLES = Roles(2, 32, 2)  # of the first kernel where `has_roles` holds
 CUTS = (Cut(64, 64, 4, 2), Cut(64, 128, 8, 4), Cut(128, 64, 8, 4))
 # The same for fewer than FEW_ROWS queries of all heads: each head has a dV of its own, and no warps have roles.
 FEW, FEW_ROWS = (Cut(32, 64, 4, 3), Cut(64, 64, 4, 4), Cut(64, 64, 4, 4)), 2**15
 SMALL = (Cut(32, 64, 4, 2), Cut(64, 128, 4, 2), Cut(128, 64, 4, 2))  # for the interpreter
 BLOCK = tl.constexpr(128)  # rows and keys within which all pairs of dS are written, or none
 # Fewest queries and keys of a head, and queries of all heads, for which dS goes through memory.
-WIDE_LENGTH, WIDE_ROWS = 512, 2**13
+WIDE_LENGTH, WIDE_ROWS = 512, 2**12
 MOST_SHARE = 8  # dS takes at most so small a part of the GPU's memory: an eighth
 
 
@@ -216,7 +217,8 @@ class WideBackward(TakesRoom):
         self.apart = sizes.group if is_few else 1
         self.statistics = statistics_launch(sizes, 0)
         has_roles = with_roles and not is_few
-        self.for_dv = hopper_wide(sizes, ROLES) if has_roles else launch_dv(sizes, for_dv, self.apart)
+        roles = NARROW_ROLES if 2 * sizes.value_width <= sizes.width else ROLES
+        self.for_dv = hopper_wide(sizes, roles) if has_roles else launch_dv(sizes, for_dv, self.apart)
         self.for_dk, self.for_dq = launch_dk(sizes, for_dk), launch_dq(sizes, for_dq)
         self.ds_shape = sizes.n_batches, sizes.n_heads, sizes.s, sizes.padded
         self.n_rows, self.n_stats = sizes.t, 2 * sizes.n_rows

@@ -22,7 +22,7 @@ from lib.given.kernels.tiles import INTERPRETED, LN2, tl, triton
 
 ROWS, COLS = (16, 16) if INTERPRETED else (64, 64)  # queries (heads times tokens) and positions in a tile
 WARPS, STAGES = 8, 2
-LEAST_PART = 512  # positions that a program reads at least, if the others are split among programs
+LEAST_PART = 128  # positions that a program reads at least, if the others are split among programs
 RANKS = (128, 256, 512)
 
 
@@ -99,7 +99,7 @@ def _plan(xs: tuple[Tensor, ...], t: int, is_causal: bool, scale: float, n: int 
     )  # fmt: skip
     options: dict[str, Any] = {} if INTERPRETED else {"num_warps": WARPS, "num_stages": STAGES}
     shape = parts * b, n_rows, r
-    o = _allocate(shape, _contiguous(shape), q.dtype if parts == 1 else torch.float32, q.device)
+    o = _allocate(shape, _contiguous(shape), q.dtype, q.device)
     launch = Launch(latent_kernel, (blocks, b, parts), args, **options)
     return Plan(_copied(xs), (o, _statistics(q, *shape[:-1])), launch, {})
 

@@ -76,7 +76,7 @@ def test_dS_is_stored_where_it_pays_and_fits():
     changes: list[dict[str, Any]] = [
         {"head_dim": 128},
         {"t": 256},
-        {"n_heads": 1},
+        {"n_heads": 1, "t": 2048},
         {"t": 8192},
         {"t": 2**17, "s": 2**17},
     ]

@@ -47,7 +47,8 @@ def test_absorbed_attention_is_the_plain_one(name):
 def test_positions_are_split_where_programs_would_be_idle():
     assert latent.n_parts(2, 32_768, 132) == 64
     assert latent.n_parts(100, 32_768, 132) == 1
-    assert latent.n_parts(2, 1000, 132) == 1
+    assert latent.n_parts(1, 1000, 132) == 4
+    assert latent.n_parts(2, 200, 132) == 1
 
 
 @can_run
