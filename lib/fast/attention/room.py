@@ -74,8 +74,8 @@ def add_parts_kernel(part, out, G, S, batch_step, head_step, row_step, D: tl.con
 
 
 @lru_cache(maxsize=64)
-def _adding(shape: tuple[int, ...], strides: tuple[int, ...], apart: int) -> Launch:
-    """The launch for (part, out) with out of this shape and these strides."""
+def _adding(shape: tuple[int, ...], strides: tuple[int, ...], apart: int, *which: Any) -> Launch:
+    """The launch for (part, out) with out of this shape and these strides, and for one dtype and device."""
     n_batches, n_groups, s, d = (1,) * (4 - len(shape)) + shape
     steps = (0,) * (4 - len(strides)) + strides
     args = (Address(0), Address(1), n_groups, s, *steps[:3], d, apart, ADDED)
@@ -85,4 +85,4 @@ def _adding(shape: tuple[int, ...], strides: tuple[int, ...], apart: int) -> Lau
 
 def add_parts(total: Tensor, part: Tensor, apart: int) -> None:
     """Fill a gradient of keys or values, which has one head for each ``apart`` heads of the part."""
-    _adding(tuple(total.shape), total.stride(), apart)(part, total)
+    _adding(tuple(total.shape), total.stride(), apart, total.dtype, total.get_device())(part, total)
