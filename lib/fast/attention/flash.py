@@ -96,11 +96,19 @@ BAND = {
     64: (Tiles(64, 64, 4, 3, heads_first=True), Tiles(64, 32, 4, 4, heads_first=True), Tiles(64, 64, 4, 3)),
     128: (TABLE[128, True][0], Tiles(64, 64, 4, 2), Tiles(32, 64, 4, 4)),
 }
-# Tiles for at most FEW_LENGTH tokens and FEW_ROWS queries of all heads, which leave multiprocessors idle.
-FEW_LENGTH, FEW_ROWS = 2048, 2**15
-FEW: dict[tuple[int, bool], tuple[Tiles | None, Tiles | None, Tiles | None]] = {
-    (128, True): (None, Tiles(64, 64, 4, 3, heads_first=True), Tiles(64, 64, 4, 2, apart=True)),
-    (256, True): (Tiles(64, 64, 4, 2, heads_first=True), None, None),
+# Tiles for at most FEW_LENGTH tokens, and at most so many queries of all heads, which leave multiprocessors idle.
+FEW_LENGTH = 2048
+FEW: dict[tuple[int, bool], dict[int, tuple[Tiles | Roles | None, Tiles | Roles | None, Tiles | None]]] = {
+    (64, True): {2**15: (SHORT[64, True][0], Tiles(64, 64, 4, 3, heads_first=True), Tiles(64, 64, 4, 3, apart=True))},
+    (128, True): {
+        2**14: (None, Tiles(64, 64, 4, 3, heads_first=True), Tiles(64, 64, 4, 2, apart=True)),
+        2**15: (None, None, Tiles(64, 64, 4, 2, apart=True)),
+    },
+    (128, False): {
+        2**13: (Tiles(64, 64, 4, 3, heads_first=True), Tiles(64, 64, 4, 3, heads_first=True), None),
+        2**14: (Roles(2, 128, 2), Roles(2, 64, 3, heads_first=True, early=True), None),
+    },
+    (256, True): {2**14: (Tiles(64, 64, 4, 2, heads_first=True), None, None)},
 }
 # Fewest queries (keys for dK/dV), counted over all heads, for kernels with roles: with fewer, these kernels leave
 # multiprocessors idle (lib.bench.kernels.flash_short).
@@ -152,7 +160,7 @@ def tiles_for(
         return chosen
     rows = q.shape[:-1].numel(), q.shape[:-1].numel(), k.shape[:-1].numel()
     both = zip(chosen, ROLES_TABLE[width, is_causal], rows, ENOUGH_ROWS, strict=True)
-    by_rows = (roles if n >= enough else tiles for tiles, roles, n, enough in both)
+    by_rows = (roles if n >= enough or width == 256 else tiles for tiles, roles, n, enough in both)
     sizes = sizes_of(q, k, is_causal, v=v)
     forward, dq, dkdv = (a or b for a, b in zip(_short_tiles(sizes), by_rows, strict=True))
     has_room = width == 256 and 2 * sizes.value_width <= width and isinstance(forward, Roles)
@@ -192,13 +200,14 @@ def _may_be_ragged(t: int, s: int, is_causal: bool) -> bool:
     return not is_causal and t > 1 and max(t, s) <= RAGGED_LENGTH
 
 
-def _short_tiles(sizes: Sizes) -> tuple[Tiles | Roles | None, Tiles | None, Tiles | None]:
+def _short_tiles(sizes: Sizes) -> tuple[Tiles | Roles | None, Tiles | Roles | None, Tiles | None]:
     """Tiles for short sequences; None where the other tables apply."""
     if sizes.width in RAGGED and sizes.ragged and _may_be_ragged(sizes.t, sizes.s, sizes.causal):
         return RAGGED[sizes.width]
     key, longest, nothing = (sizes.width, sizes.causal), max(sizes.t, sizes.s), (None, None, None)
-    if longest <= FEW_LENGTH and sizes.n_batches * sizes.n_heads * sizes.t <= FEW_ROWS and key in FEW:
-        return FEW[key]
+    for most, tiles in FEW.get(key, {}).items():
+        if longest <= FEW_LENGTH and sizes.n_batches * sizes.n_heads * sizes.t <= most:
+            return tiles
     return SHORT.get(key, nothing) if longest <= SHORT_LENGTH else nothing
 
 

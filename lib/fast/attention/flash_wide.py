@@ -41,8 +41,9 @@ class Cut(NamedTuple):
 ROLES, NARROW_ROLES = Roles(2, 32, 2), Roles(2, 32, 3)
 # dV and dS, dK, dQ: the fastest on an H200 of some ten cuts each.
 CUTS = (Cut(64, 64, 4, 2), Cut(64, 128, 8, 4), Cut(128, 64, 8, 4))
-# The same for fewer than FEW_ROWS queries of all heads: each head has a dV of its own, and no warps have roles.
-FEW, FEW_ROWS = (Cut(32, 64, 4, 3), Cut(64, 64, 4, 4), Cut(64, 64, 4, 4)), 2**15
+# The same for fewer than FEW_ROWS queries of all heads, with a mask and without: no warps have roles.
+FEW, FEW_ROWS = (Cut(32, 64, 4, 3), Cut(64, 64, 4, 4), Cut(64, 64, 4, 4)), (2**15, 2**13)
+APART_ROWS = 2**15  # with at most so many, each query head has a dV of its own
 SMALL = (Cut(32, 64, 4, 2), Cut(64, 128, 4, 2), Cut(128, 64, 4, 2))  # for the interpreter
 BLOCK = tl.constexpr(128)  # rows and keys within which all pairs of dS are written, or none
 # Fewest queries and keys of a head, and queries of all heads, for which dS goes through memory.
@@ -212,21 +213,22 @@ class WideBackward(TakesRoom):
 
     def __init__(self, sizes: Sizes, with_roles: bool = False, otherwise: Any = None):
         super().__init__(otherwise)
-        is_few = sizes.n_batches * sizes.n_heads * sizes.t < FEW_ROWS
+        n_rows = sizes.n_batches * sizes.n_heads * sizes.t
+        is_few = n_rows < FEW_ROWS[not sizes.causal]
         for_dv, for_dk, for_dq = SMALL if INTERPRETED else FEW if is_few else CUTS
-        self.apart = sizes.group if is_few else 1
+        self.apart = sizes.group if n_rows <= APART_ROWS else 1
         self.statistics = statistics_launch(sizes, 0)
-        has_roles = with_roles and not is_few
         roles = NARROW_ROLES if 2 * sizes.value_width <= sizes.width else ROLES
-        self.for_dv = hopper_wide(sizes, roles) if has_roles else launch_dv(sizes, for_dv, self.apart)
+        make, cut = (hopper_wide, roles) if with_roles and not is_few else (launch_dv, for_dv)
+        self.for_dv = make(sizes, cut, self.apart)
         self.for_dk, self.for_dq = launch_dk(sizes, for_dk), launch_dq(sizes, for_dq)
         self.ds_shape = sizes.n_batches, sizes.n_heads, sizes.s, sizes.padded
-        self.n_rows, self.n_stats = sizes.t, 2 * sizes.n_rows
+        self.n_tokens, self.n_stats = sizes.t, 2 * sizes.n_rows
 
     def take(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """dS; and dV of each query head, if heads are apart."""
         # without what lies beyond the last row, which is not written: a load of it gives zeros
-        ds = torch.empty(self.ds_shape, dtype=q.dtype, device=q.device)[..., : self.n_rows]
+        ds = torch.empty(self.ds_shape, dtype=q.dtype, device=q.device)[..., : self.n_tokens]
         return ds, part_like(q, v) if self.apart > 1 else None
 
     def run(self, room: Any, *given: torch.Tensor) -> None:

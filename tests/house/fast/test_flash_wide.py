@@ -45,16 +45,17 @@ def full_of_nan(shape, **options):
 @can_run
 @pytest.mark.time_limit(60)
 @pytest.mark.parametrize(
-    ("name", "causal", "apart"),
+    ("name", "causal", "apart", "few"),
     [
-        ("equal", True, True),
-        ("ragged", True, False),
-        ("more keys", True, False),
-        ("more keys", False, True),
-        ("narrow values", True, True),
+        ("equal", True, True, 0),
+        ("ragged", True, False, 0),
+        ("more keys", True, False, 2**15),
+        ("more keys", False, True, 2**15),
+        ("narrow values", True, True, 0),
+        *([("more keys", True, True, 0), ("narrow values", True, True, 2**15)] if not INTERPRETED else []),
     ],
 )
-def test_dS_through_memory_gives_the_gradients(name, causal, apart, monkeypatch):
+def test_dS_through_memory_gives_the_gradients(name, causal, apart, few, monkeypatch):
     b, h, g, t, s, part = SHAPES[name]
     torch.manual_seed(0)
     q, do = (torch.randn(b, h, t, width, device=DEVICE, dtype=DTYPE) for width in (WIDTH, WIDTH // part))
@@ -62,7 +63,8 @@ def test_dS_through_memory_gives_the_gradients(name, causal, apart, monkeypatch)
     o, lse = fast_forward(q, k, v, causal)
     grads = [torch.full_like(x, torch.nan) for x in (q, k, v)]
     monkeypatch.setattr(torch, "empty", full_of_nan)
-    monkeypatch.setattr(flash_wide, "FEW_ROWS", 2**15 if apart else 0)
+    monkeypatch.setattr(flash_wide, "APART_ROWS", 2**15 if apart else 0)
+    monkeypatch.setattr(flash_wide, "FEW_ROWS", (few, few))
     WideBackward(sizes_of(q, k, causal), not INTERPRETED)(q, k, v, o, do, lse, *grads)
     for found, wanted in zip(grads, exact(q, k, v, do, causal), strict=True):
         far = (found.double() - wanted).norm() / wanted.norm()
@@ -116,10 +118,11 @@ def test_values_narrower_than_keys_are_as_if_zeros_followed(window):
     width, narrow = (16, 8) if INTERPRETED else (192, 128)
     shapes = (1, 2, 40, width), (1, 1, 40, width), (1, 1, 40, narrow), (1, 2, 40, narrow)
     q, k, v, do = (torch.randn(shape, device=DEVICE, dtype=DTYPE) for shape in shapes)
-    found, wanted = [], []
+    found: list[torch.Tensor] = []
+    wanted: list[torch.Tensor] = []
     for values, results in ((v, found), (torch.nn.functional.pad(v, (0, width - narrow)), wanted)):
-        leaves = [x.clone().requires_grad_() for x in (q, k, values)]
-        o = flash.flash_attention_fast(*leaves, True, window=window)[..., :narrow]
+        leaves = q, k, values = [x.clone().requires_grad_() for x in (q, k, values)]
+        o = flash.flash_attention_fast(q, k, values, True, window=window)[..., :narrow]
         results += [o, *torch.autograd.grad(o, leaves, do)]
     assert [x.shape for x in found] == [do.shape, q.shape, k.shape, v.shape]
     for mine, full in zip(found, wanted, strict=True):
