@@ -111,7 +111,7 @@ FEW: dict[tuple[int, bool], dict[int, tuple[Tiles | Roles | None, Tiles | Roles 
     (256, True): {2**14: (Tiles(64, 64, 4, 2, heads_first=True), None, None)},
 }
 # Fewest queries (keys for dK/dV), counted over all heads, for kernels with roles: with fewer, these kernels leave
-# multiprocessors idle (lib.bench.kernels.flash_short).
+# multiprocessors idle (lib.bench.kernels.flash_short); at width 256 they pay all the same.
 ENOUGH_ROWS = (2**16, 2**15, 2**15)
 # Fewest queries and keys of a head, and queries of all heads, for which dS goes through memory in the backward pass at
 # width 128, measured on an H100. At 1,024 tokens and 128 heads both ways take the same time

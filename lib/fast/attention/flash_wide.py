@@ -219,8 +219,10 @@ class WideBackward(TakesRoom):
         self.apart = sizes.group if n_rows <= APART_ROWS else 1
         self.statistics = statistics_launch(sizes, 0)
         roles = NARROW_ROLES if 2 * sizes.value_width <= sizes.width else ROLES
-        make, cut = (hopper_wide, roles) if with_roles and not is_few else (launch_dv, for_dv)
-        self.for_dv = make(sizes, cut, self.apart)
+        if with_roles and not is_few:
+            self.for_dv = hopper_wide(sizes, roles, self.apart)
+        else:
+            self.for_dv = launch_dv(sizes, for_dv, self.apart)
         self.for_dk, self.for_dq = launch_dk(sizes, for_dk), launch_dq(sizes, for_dq)
         self.ds_shape = sizes.n_batches, sizes.n_heads, sizes.s, sizes.padded
         self.n_tokens, self.n_stats = sizes.t, 2 * sizes.n_rows
