@@ -61,7 +61,7 @@ def workbook_attention(
         band, documents = attention_mask.band, attention_mask.documents
     known = attention_mask is None or isinstance(attention_mask, BandMask)
     is_plain = dropout == 0 and all(kwargs.get(name) is None for name in SPECIAL)
-    fits = 1 < query.shape[-2] == key.shape[-2] and key.shape == value.shape
+    fits = 1 < query.shape[-2] == key.shape[-2] and key.shape[:-1] == value.shape[:-1]
     if known and is_plain and fits and fits_fast(query, key, value, band.after == 0):
         options: dict[str, Any] = {"window": band.window, "softcap": softcap, "sinks": s_aux, "documents": documents}
         scale = None if scaling == query.shape[-1] ** -0.5 else scaling

@@ -86,11 +86,17 @@ class Sizes(NamedTuple):
     head_dim: int
     causal: bool
     variant: Variant = PLAIN
+    value_dim: int | None = None  # width of values; head_dim if None
 
     @property
     def width(self) -> int:
         """Width of a tile: the head's, padded with zeros to a power of two, and on a GPU to at least 64."""
         return max(16 if INTERPRETED else 64, triton.next_power_of_2(self.head_dim))
+
+    @property
+    def value_width(self) -> int:
+        """Width of a tile of values, for kernels in which it is another."""
+        return self._replace(head_dim=self.value_dim or self.head_dim).width
 
     @property
     def scale(self) -> float:

@@ -397,8 +397,9 @@ def forbid_workspace(device: torch.device) -> None:
     In a graph that is a node of its own, for which the product waits.
     A user's ``CUBLAS_WORKSPACE_CONFIG`` stays.
     """
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0):
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":0:0")
+    is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+    if is_hopper and os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":0:0") == ":0:0":
+        os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "0")  # else PyTorch warns that it makes it so
 
 
 def capture(

@@ -49,6 +49,7 @@ class Case(NamedTuple):
     document: int | None = None  # mean length of documents, which have random bounds
     latent: int | None = None  # columns of the keys that are the values, too
     queries: int | None = None  # as many as keys if None
+    values: int | None = None  # width of values; that of keys if None
 
     @property
     def shape(self) -> Shape:
@@ -74,6 +75,7 @@ CASES = {
     "width 256: 4,096, 16 on 8": Case(1, 16, 8, 4096, 256),
     "width 256: 2 x 4,096, 8 heads": Case(2, 8, 8, 4096, 256),
     "width 192: 4,096, 16 on 8": Case(1, 16, 8, 4096, 192),
+    "DeepSeek: 4,096, 16 heads, keys 192, values 128": Case(1, 16, 16, 4096, 192, values=128),
     "absorbed: 4,096, 16 heads, keys 576, values 512 (forward)": Case(1, 16, 1, 4096, 576, latent=512),
     "absorbed: one token after 16,384, 128 heads, keys 576, values 512 (forward)": Case(
         1, 128, 1, 16_384, 576, latent=512, queries=1
@@ -106,6 +108,9 @@ def given(case: Case, device: str) -> Given:
         q, k = (torch.randn(*shape, case.width, device=device, dtype=torch.bfloat16) for shape in shapes)
         return Given([q, k], q, None)
     leaves, grad = inputs(case.shape, device)
+    if case.values is not None:
+        leaves[2], grad = (x.detach()[..., : case.values].contiguous() for x in (leaves[2], grad))
+        leaves[2].requires_grad_()
     if case.has_sinks:
         leaves.append(torch.randn(case.heads, device=device, dtype=grad.dtype).requires_grad_())
     if case.document is None:
@@ -130,7 +135,7 @@ def flops(case: Case, ids: Tensor | None) -> int:
     """Operations of the two products of the forward pass and the five of the backward pass on the pairs seen."""
     if case.latent is not None:
         return 2 * (case.width + case.latent) * pairs(case, ids)
-    return 7 * 2 * case.width * pairs(case, ids)
+    return 2 * (4 * case.width + 3 * (case.values or case.width)) * pairs(case, ids)
 
 
 # ---- competitors -----------------------------------------------------------------------------------------------------

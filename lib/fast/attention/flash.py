@@ -24,12 +24,14 @@ from lib.fast.attention.flash_items import n_tiles_in_memory
 from lib.fast.attention.flash_portable import fast_dkdv_kernel, fast_dq_kernel, fast_forward_kernel
 from lib.fast.attention.flash_stored import StoredBackward, has_collectives
 from lib.fast.attention.flash_wide import WideBackward, stores_wide
+from lib.fast.attention.room import add_parts, part_like
 from lib.fast.gluon import has_roles
 from lib.fast.launch import Address, Box, Launch, Sizes, can_be_read, grid_by_rows, is_watched, n_programs
 from lib.fast.parts.sums import add_rows
 from lib.fast.variants import PLAIN, Documents, Variant, check_variant
 from lib.given.kernels.once import NO_SECOND_DERIVATIVE
-from lib.given.kernels.tiles import HAS_TRITON, INTERPRETED, check_shapes, triton
+from lib.given.kernels.tiles import HAS_TRITON, INTERPRETED, triton
+from lib.given.kernels.tiles import check_shapes as check_equal_shapes
 
 
 class Tiles(NamedTuple):
@@ -72,6 +74,8 @@ ROLES_TABLE: dict[tuple[int, bool], tuple[Tiles | Roles, Tiles | Roles, Tiles | 
     (256, True): (Roles(2, 64, 2, heads_first=True), *WIDE[1:]),
     (256, False): (Roles(2, 64, 2, heads_first=True), *WIDE[1:]),
 }
+# Of the forward pass at width 256, where values are at most half as wide as keys and leave room for another stage.
+NARROW = Roles(2, 64, 3, heads_first=True)
 # Tiles for sequences of at most SHORT_LENGTH tokens, for which other programs are faster, however many rows there are.
 # None means that the other tables apply (lib.bench.kernels.flash_short).
 SHORT_LENGTH, RAGGED_LENGTH = 1024, 512
@@ -92,13 +96,22 @@ BAND = {
     64: (Tiles(64, 64, 4, 3, heads_first=True), Tiles(64, 32, 4, 4, heads_first=True), Tiles(64, 64, 4, 3)),
     128: (TABLE[128, True][0], Tiles(64, 64, 4, 2), Tiles(32, 64, 4, 4)),
 }
-# Tiles for at most SHORT_LENGTH tokens and FEW_ROWS queries of all heads, which leave multiprocessors idle.
-FEW_ROWS = 2**15
-FEW: dict[tuple[int, bool], tuple[Tiles | None, Tiles | None, Tiles | None]] = {
-    (128, True): (None, Tiles(64, 64, 4, 2, heads_first=True), Tiles(64, 64, 4, 2, apart=True)),
+# Tiles for at most FEW_LENGTH tokens, and at most so many queries of all heads, which leave multiprocessors idle.
+FEW_LENGTH = 2048
+FEW: dict[tuple[int, bool], dict[int, tuple[Tiles | Roles | None, Tiles | Roles | None, Tiles | None]]] = {
+    (64, True): {2**15: (SHORT[64, True][0], Tiles(64, 64, 4, 3, heads_first=True), Tiles(64, 64, 4, 3, apart=True))},
+    (128, True): {
+        2**14: (None, Tiles(64, 64, 4, 3, heads_first=True), Tiles(64, 64, 4, 2, apart=True)),
+        2**15: (None, None, Tiles(64, 64, 4, 2, apart=True)),
+    },
+    (128, False): {
+        2**13: (Tiles(64, 64, 4, 3, heads_first=True), Tiles(64, 64, 4, 3, heads_first=True), None),
+        2**14: (Roles(2, 128, 2), Roles(2, 64, 3, heads_first=True, early=True), None),
+    },
+    (256, True): {2**14: (Tiles(64, 64, 4, 2, heads_first=True), None, None)},
 }
 # Fewest queries (keys for dK/dV), counted over all heads, for kernels with roles: with fewer, these kernels leave
-# multiprocessors idle (lib.bench.kernels.flash_short).
+# multiprocessors idle (lib.bench.kernels.flash_short); at width 256 they pay all the same.
 ENOUGH_ROWS = (2**16, 2**15, 2**15)
 # Fewest queries and keys of a head, and queries of all heads, for which dS goes through memory in the backward pass at
 # width 128, measured on an H100. At 1,024 tokens and 128 heads both ways take the same time
@@ -115,11 +128,27 @@ MOST_ALONG_AXIS = 2**16 - 1  # heads of all batches, or tiles of rows: what CUDA
 WIDTHS = range(64, 257, 8)  # a width between powers of two is computed in tiles of 128 or 256
 
 
+def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """As chapter 15's, but values may be narrower than keys: a tile as wide as the keys has zeros beyond them.
+
+    Raises:
+        ValueError: the shapes, dtypes or devices do not fit, or keys or values are too wide.
+    """
+    if q.shape[-1] > WIDTHS[-1] or k.shape[-1] < v.shape[-1]:
+        raise ValueError(
+            f"keys {k.shape[-1]} wide, values {v.shape[-1]} wide: expected keys at most {WIDTHS[-1]} wide, and values "
+            "no wider; lib.fast.attention.latent takes DeepSeek's 576 and 512"
+        )
+    if 0 < v.shape[-1] < k.shape[-1]:
+        v = v[..., :1].expand(*v.shape[:-1], k.shape[-1])
+    check_equal_shapes(q, k, v)
+
+
 # ---- launches --------------------------------------------------------------------------------------------------------
 
 
 def tiles_for(
-    q: Tensor, k: Tensor, is_causal: bool, variant: Variant = PLAIN
+    q: Tensor, k: Tensor, is_causal: bool, variant: Variant = PLAIN, v: Tensor | None = None
 ) -> tuple[Tiles | Roles, Tiles | Roles, Tiles | Roles]:
     """Tiles of forward, dQ and dK/dV for this device and these sizes; small ones for widths that no table has."""
     small = (Tiles(32, 32, 4, 2),) * 3
@@ -131,9 +160,11 @@ def tiles_for(
         return chosen
     rows = q.shape[:-1].numel(), q.shape[:-1].numel(), k.shape[:-1].numel()
     both = zip(chosen, ROLES_TABLE[width, is_causal], rows, ENOUGH_ROWS, strict=True)
-    by_rows = (roles if n >= enough else tiles for tiles, roles, n, enough in both)
-    forward, dq, dkdv = (a or b for a, b in zip(_short_tiles(sizes_of(q, k, is_causal)), by_rows, strict=True))
-    return forward, dq, dkdv
+    by_rows = (roles if n >= enough or width == 256 else tiles for tiles, roles, n, enough in both)
+    sizes = sizes_of(q, k, is_causal, v=v)
+    forward, dq, dkdv = (a or b for a, b in zip(_short_tiles(sizes), by_rows, strict=True))
+    has_room = width == 256 and 2 * sizes.value_width <= width and isinstance(forward, Roles)
+    return NARROW if has_room else forward, dq, dkdv
 
 
 @torch.compiler.assume_constant_result
@@ -169,23 +200,23 @@ def _may_be_ragged(t: int, s: int, is_causal: bool) -> bool:
     return not is_causal and t > 1 and max(t, s) <= RAGGED_LENGTH
 
 
-def _short_tiles(sizes: Sizes) -> tuple[Tiles | Roles | None, Tiles | None, Tiles | None]:
+def _short_tiles(sizes: Sizes) -> tuple[Tiles | Roles | None, Tiles | Roles | None, Tiles | None]:
     """Tiles for short sequences; None where the other tables apply."""
     if sizes.width in RAGGED and sizes.ragged and _may_be_ragged(sizes.t, sizes.s, sizes.causal):
         return RAGGED[sizes.width]
-    key, nothing = (sizes.width, sizes.causal), (None, None, None)
-    if max(sizes.t, sizes.s) > SHORT_LENGTH:
-        return nothing
-    if sizes.n_batches * sizes.n_heads * sizes.t <= FEW_ROWS and key in FEW:
-        return FEW[key]
-    return SHORT.get(key, nothing)
+    key, longest, nothing = (sizes.width, sizes.causal), max(sizes.t, sizes.s), (None, None, None)
+    for most, tiles in FEW.get(key, {}).items():
+        if longest <= FEW_LENGTH and sizes.n_batches * sizes.n_heads * sizes.t <= most:
+            return tiles
+    return SHORT.get(key, nothing) if longest <= SHORT_LENGTH else nothing
 
 
-def sizes_of(q: Tensor, k: Tensor, is_causal: bool, variant: Variant = PLAIN) -> Sizes:
-    """The sizes that launches depend on."""
+def sizes_of(q: Tensor, k: Tensor, is_causal: bool, variant: Variant = PLAIN, v: Tensor | None = None) -> Sizes:
+    """The sizes that launches depend on; values are as wide as keys if v is None."""
     n_heads, n_groups = (x.shape[-3] if x.ndim > 2 else 1 for x in (q, k))
     n_batches, group = q.shape[:-3].numel(), n_heads // n_groups
-    return Sizes(n_batches, n_heads, group, q.shape[-2], k.shape[-2], q.shape[-1], is_causal, variant)
+    narrow = v.shape[-1] if v is not None and v.shape[-1] < q.shape[-1] else None
+    return Sizes(n_batches, n_heads, group, q.shape[-2], k.shape[-2], q.shape[-1], is_causal, variant, narrow)
 
 
 def _options(tiles: Tiles) -> dict[str, int]:
@@ -295,14 +326,11 @@ class InParts(NamedTuple):
 
     def __call__(self, q, k, v, do, dk, dv, *rest) -> None:
         """Fill dk and dv."""
-        parts = [dk, dv]
-        if self.apart > 1:
-            parts = [torch.empty((*q.shape[:-2], *k.shape[-2:]), dtype=q.dtype, device=q.device) for _ in parts]
+        parts = [part_like(q, x) for x in (dk, dv)] if self.apart > 1 else []
         for launch in self.launches:
-            launch(q, k, v, do, *parts, *rest)
-        if self.apart > 1:
-            for total, part in zip((dk, dv), parts, strict=True):
-                torch.sum(part.unflatten(-3, (-1, self.apart)), -3, out=total)
+            launch(q, k, v, do, *(parts or (dk, dv)), *rest)
+        for total, part in zip((dk, dv), parts, strict=False):
+            add_parts(total, part, self.apart)
 
 
 # ---- plans: what follows from shapes and strides is worked out once --------------------------------------------------
@@ -401,14 +429,16 @@ def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(dense_strides(shape, tuple(range(len(shape), 0, -1))))
 
 
-def _strides_like(x: Tensor) -> tuple[int, ...]:
-    """Strides of x's shape, with its dimensions in the same order and no gaps; its rows are always whole."""
-    strides = dense_strides(tuple(x.shape[:-1]), x.stride()[:-1])
-    return *(n * x.shape[-1] for n in strides), 1
+def _shape_like(x: Tensor, width: int | None = None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """x's shape, perhaps with another width, and strides with its dimensions in the same order and no gaps; rows are
+    always whole.
+    """
+    strides, width = dense_strides(tuple(x.shape[:-1]), x.stride()[:-1]), width or x.shape[-1]
+    return (*x.shape[:-1], width), (*(n * width for n in strides), 1)
 
 
-def _like(x: Tensor) -> Allocate:
-    return _allocate(tuple(x.shape), _strides_like(x), x.dtype, x.device)
+def _like(x: Tensor, width: int | None = None) -> Allocate:
+    return _allocate(*_shape_like(x, width), x.dtype, x.device)
 
 
 def _statistics(x: Tensor, *shape: int) -> Allocate:
@@ -423,14 +453,9 @@ def _plan_forward(
     xs: tuple[Tensor, ...], is_causal: bool, tiles: Tiles | Roles | None, variant: Variant = PLAIN
 ) -> Plan:
     q, k, v = xs
-    if q.shape[-1] > WIDTHS[-1] or k.shape[-1] != v.shape[-1]:
-        raise ValueError(
-            f"keys {k.shape[-1]} wide, values {v.shape[-1]} wide: expected one width of at most {WIDTHS[-1]}; "
-            "lib.fast.attention.latent takes DeepSeek's 576 and 512"
-        )
     check_shapes(q, k, v)
-    launch = launch_forward(sizes_of(q, k, is_causal, variant), tiles or tiles_for(q, k, is_causal, variant)[0])
-    return Plan(_copied(xs), (_like(q), _statistics(q, *q.shape[:-1])), launch, {})
+    launch = launch_forward(sizes_of(q, k, is_causal, variant, v), tiles or tiles_for(q, k, is_causal, variant, v)[0])
+    return Plan(_copied(xs), (_like(q, v.shape[-1]), _statistics(q, *q.shape[:-1])), launch, {})
 
 
 def _plan_dq(xs: tuple[Tensor, ...], is_causal: bool, tiles: Tiles | Roles | None, variant: Variant = PLAIN) -> Plan:
@@ -497,7 +522,7 @@ def _plan_backward(xs: tuple[Tensor, ...], is_causal: bool, has_sums: bool = Fal
     """``has_sums``: the results include dQ's sums, if the kernels chosen for these sizes compute them."""
     q, k, v = xs[:3]
     check_shapes(q, k, v)
-    sizes = sizes_of(q, k, is_causal, variant)
+    sizes = sizes_of(q, k, is_causal, variant, v)
     _, for_dq, for_dkdv = tiles_for(q, k, is_causal)
     n_tiles, is_wide = n_stored_tiles(q.device, sizes), stores_wide(sizes, _memory_bytes(q.device))
     sums: tuple[Allocate, ...] = ()
@@ -722,8 +747,8 @@ def joined_backward_operator(
     return dx, x.new_empty(0, dtype=torch.float32) if sums is None else sums
 
 
-def _fake_like(x: Tensor) -> Tensor:
-    return x.new_empty_strided(x.shape, _strides_like(x))
+def _fake_like(x: Tensor, width: int | None = None) -> Tensor:
+    return x.new_empty_strided(*_shape_like(x, width))
 
 
 @torch.library.custom_op("workbook::flash_variant_forward", mutates_args=())
@@ -748,7 +773,7 @@ def variant_backward_operator(
 
 @variant_forward_operator.register_fake
 def _(q, k, v, sinks, spans, is_causal, scale, window, softcap):
-    return _fake_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
+    return _fake_like(q, v.shape[-1]), q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
 @variant_backward_operator.register_fake
@@ -763,7 +788,7 @@ def _(q, k, v, o, do, lse, sinks, spans, is_causal, scale, window, softcap):
 
 @forward_operator.register_fake
 def _(q, k, v, is_causal):
-    return _fake_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
+    return _fake_like(q, v.shape[-1]), q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
 @backward_operator.register_fake
@@ -924,13 +949,16 @@ def _has_copy_engine(device: torch.device) -> bool:
 
 
 def fits_fast(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> bool:
-    """Whether the fast kernels can run: a Hopper GPU, 16 bits, a width from 64 to 256 that is a multiple of 8."""
+    """Whether the fast kernels can run: a Hopper GPU, 16 bits, a width from 64 to 256 that is a multiple of 8, and
+    values of no more.
+    """
     if not q.is_cuda or not HAS_TRITON or INTERPRETED or q.ndim < 2 or q.shape[-1] not in WIDTHS:
         return False
     if q.shape[:-2].numel() > MOST_ALONG_AXIS or q.shape[-2] > 64 * MOST_ALONG_AXIS:
         return False
     known = q.dtype is torch.bfloat16 or q.dtype is torch.float16
-    return known and _has_copy_engine(q.device) and q.numel() > 0 and k.numel() > 0
+    fits = v.shape[-1] % 8 == 0 < v.shape[-1] <= k.shape[-1]
+    return known and fits and _has_copy_engine(q.device) and q.numel() > 0 and k.numel() > 0
 
 
 def is_quickest(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> bool:
@@ -966,7 +994,8 @@ def flash_attention_fast(
 
     Args:
         q: Queries ``[..., H, T, D]``.
-        k, v: Keys and values ``[..., G, S, D]``; query head h reads key head ``h // (H / G)``.
+        k: Keys ``[..., G, S, D]``; query head h reads key head ``h // (H / G)``.
+        v: Values, as wide as the keys or narrower, and so is what is returned.
         is_causal: Whether a query sees no key after its own position; the last query is at the last key.
         scale: Factor of the scores; ``D ** -0.5`` if None.
         window: How many keys a query sees at most, its own position included;

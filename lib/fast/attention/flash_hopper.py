@@ -43,6 +43,7 @@ class Roles:
     )
     kernel: str = "forward"  # or "dQ", "dK/dV", "stored" (lib.fast.attention.flash_stored)
     width: int = 0
+    values: int = 0  # width of tiles of values: as `width`, or narrower in the forward pass and for wide heads
     group: int = 1  # heads of queries for each head of keys
     apart: int = 1  # "stored": heads of queries that share a head of keys, but each with dK and dV of its own
     causal: bool = False
@@ -74,6 +75,11 @@ if GLUON:
     def tile_layout(rows, cut):
         """Layout of a tile [rows, width] of 16-bit numbers in shared memory, from which tensor cores read."""
         return gl.NVMMASharedLayout.get_default_for([rows, cut.width], gl.bfloat16)
+
+    @gluon.constexpr_function
+    def value_layout(rows, cut):
+        """`tile_layout` of values."""
+        return gl.NVMMASharedLayout.get_default_for([rows, cut.values], gl.bfloat16)
 
     @gluon.constexpr_function
     def left(n):
@@ -211,7 +217,7 @@ if GLUON:
             at = gl.minimum(n, gl.maximum(n_tiles - 1, 0)) * CUT.tile
             place = n % CUT.stages
             wait_empty(empty, n, CUT)
-            mbarrier.expect(full.index(place), 2 * CUT.tile * CUT.width * 2)
+            mbarrier.expect(full.index(place), 2 * CUT.tile * (CUT.width + CUT.values))
             copy_in(k, [b, g, at, 0], full.index(place), as_box(k_s.index(place), k))
             copy_in(v, [b, g, at, 0], full.index(place), as_box(v_s.index(place), v))
 
@@ -238,8 +244,8 @@ if GLUON:
         weights = gl.exp2(s * scale2 - shift[:, None])
         decay = gl.exp2(m - shift)
         l = l * decay + gl.sum(weights, 1)
-        weights = gl.convert_layout(weights.to(query.dtype), left(CUT.width))
-        o = o * gl.convert_layout(decay, gl.SliceLayout(1, acc(CUT.width)))[:, None]
+        weights = gl.convert_layout(weights.to(query.dtype), left(CUT.values))
+        o = o * gl.convert_layout(decay, gl.SliceLayout(1, acc(CUT.values)))[:, None]
         o = warpgroup_mma(weights, v_s.index(n % CUT.stages), o, is_async=True)
         if not CUT.early:
             ahead = _begin_scores(query, k_s, full, n + 1, CUT)
@@ -262,7 +268,7 @@ if GLUON:
             rows = mine + gl.arange(0, 64, row_layout)
             m = gl.full([64], -float("inf"), gl.float32, row_layout)
             l = gl.full([64], 0.0, gl.float32, row_layout)
-            o = gl.full([64, CUT.width], 0.0, gl.float32, acc(CUT.width))
+            o = gl.full([64, CUT.values], 0.0, gl.float32, acc(CUT.values))
             s = warpgroup_mma_wait(0, deps=[_begin_scores(query, k_s, full, 0, CUT)])
             whole = _n_whole(mine, n_tiles, T, S, CUT)
             for _ in range(0, whole):
@@ -278,7 +284,9 @@ if GLUON:
                 l = gl.where(l == 0.0, 1.0, l)
             else:
                 gl.store(lse + head * T + rows, (m + gl.log2(l)) * LN2)
-            place.store((o / gl.convert_layout(l, gl.SliceLayout(1, acc(CUT.width)))[:, None]).to(place.dtype))
+            if CUT.values != CUT.width:
+                place = place.slice(0, CUT.values, dim=1)
+            place.store((o / gl.convert_layout(l, gl.SliceLayout(1, acc(CUT.values)))[:, None]).to(place.dtype))
             fence_async_shared()
             copy_out(out, [head // H, head % H, mine, 0], as_box(place, out))
         _pass_by(full, empty, n, n_tiles, CUT)
@@ -289,7 +297,7 @@ if GLUON:
         """Like ``fast_forward_kernel``."""
         q_s = gl.allocate_shared_memory(q.dtype, [CUT.users, 64, CUT.width], tile_layout(64, CUT))
         k_s = gl.allocate_shared_memory(q.dtype, [CUT.stages, CUT.tile, CUT.width], tile_layout(CUT.tile, CUT))
-        v_s = gl.allocate_shared_memory(q.dtype, [CUT.stages, CUT.tile, CUT.width], tile_layout(CUT.tile, CUT))
+        v_s = gl.allocate_shared_memory(q.dtype, [CUT.stages, CUT.tile, CUT.values], value_layout(CUT.tile, CUT))
         once, full, empty = _barriers(CUT)
         ring = (k_s, v_s, full, empty)
         _part((q_s, out, lse, once, ring, T, S, H, scale2), ((q,), (q_s,), k, v, once, ring, T, S, H), CUT)
@@ -530,14 +538,15 @@ def complete(cut: Roles, kernel: str, sizes: Sizes) -> Roles:
         )
     if kernel == "dK/dV" and (cut.early or cut.heads_first):
         raise ValueError(f"early = {cut.early}, heads_first = {cut.heads_first}, expected neither for dK/dV")
-    return replace(cut, kernel=kernel, width=sizes.width, group=sizes.group, causal=sizes.causal, ragged=sizes.ragged)
+    cut = replace(cut, width=sizes.width, values=sizes.value_width if kernel == "forward" else sizes.width)
+    return replace(cut, kernel=kernel, group=sizes.group, causal=sizes.causal, ragged=sizes.ragged)
 
 
 def hopper_forward(sizes: Sizes, cut: Roles) -> Launch:
     """The launch for (q, k, v, o, lse)."""
     cut = complete(cut, "forward", sizes)
     args = (
-        box(0, 64, cut.width), box(1, cut.tile, cut.width), box(2, cut.tile, cut.width), box(3, 64, cut.width),
+        box(0, 64, cut.width), box(1, cut.tile, cut.width), box(2, cut.tile, cut.values), box(3, 64, cut.values),
         Address(4),
         sizes.t, sizes.s, sizes.n_heads, sizes.scale * math.log2(math.e), cut,
     )  # fmt: skip

@@ -32,6 +32,7 @@ import torch.distributed as dist
 
 from lib.fast.attention.flash_hopper import Roles, box
 from lib.fast.attention.flash_items import Item, Work, deal_apart
+from lib.fast.attention.room import TakesRoom, add_parts, part_like
 from lib.fast.gluon import GLUON
 from lib.fast.launch import LENGTHS, Address, Box, Launch, Sizes
 from lib.given.kernels.tiles import LOG2E, tl, triton
@@ -450,7 +451,7 @@ def has_collectives() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-class StoredBackward:
+class StoredBackward(TakesRoom):
     """A backward pass with five products for fixed sizes, on one device. Make it before a CUDA graph is captured.
 
     Args:
@@ -465,41 +466,34 @@ class StoredBackward:
         ValueError: some row has no key, or tiles are not 128 wide.
     """
 
-    is_ready = False  # it needs tensors, not only addresses
-
     def __init__(self, sizes: Sizes, device: torch.device, n_programs: int, n_tiles: int, otherwise: Any = None):
+        super().__init__(otherwise)
         if sizes.width != 128 or (sizes.causal and sizes.t > sizes.s):
             raise ValueError(
                 f"{sizes.t} rows, {sizes.s} keys, tiles of width {sizes.width}: "
                 "expected a key for each row, and width 128"
             )
         self.dealt = _dealt(sizes, n_programs, n_tiles, device)
-        self.otherwise, self.is_short = otherwise, False
         self.statistics = statistics_launch(sizes, self.dealt.n_counters)
         self.backward = backward_launch(sizes, self.dealt)
         self.n_ds, self.n_stats = self.dealt.n_tiles * 64 * 64, 2 * sizes.n_rows
 
-    def __call__(self, q, k, v, o, do, lse, dq, dk, dv) -> None:
-        """Fill dq, dk and dv; lse is contiguous."""
-        if self.otherwise is not None and (self.is_short or has_collectives()):
-            self.otherwise(q, k, v, o, do, lse, dq, dk, dv)
-            return
+    def is_barred(self) -> bool:
+        """Whether a collective could hold it up, and there is another way."""
+        return self.otherwise is not None and has_collectives()
+
+    def take(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """dS; and dK and dV of each query head, if heads are apart."""
+        ds = torch.empty(self.n_ds, dtype=q.dtype, device=q.device)
+        return ds, [part_like(q, x) for x in (k, v)] if self.dealt.apart > 1 else []
+
+    def run(self, room: Any, *given: torch.Tensor) -> None:
+        """Fill dq, dk and dv."""
+        (ds, parts), (q, k, v, o, do, lse, dq, dk, dv) = room, given
         table, _, n_counters, apart = self.dealt
-        parts = [dk, dv]  # dK and dV of each part
-        try:
-            ds = torch.empty(self.n_ds, dtype=q.dtype, device=q.device)
-            if apart > 1:
-                parts = [torch.empty((*q.shape[:-2], *k.shape[-2:]), dtype=q.dtype, device=q.device) for _ in "kv"]
-        except torch.OutOfMemoryError:
-            if self.otherwise is None:
-                raise
-            self.is_short = True  # and is not asked again: PyTorch empties its cache before it gives up
-            self.otherwise(q, k, v, o, do, lse, dq, dk, dv)
-            return
         stats = torch.empty(self.n_stats, dtype=torch.float32, device=q.device)
         counters = torch.empty(n_counters, dtype=torch.int32, device=q.device)
         self.statistics(o, do, lse, stats, counters)
-        self.backward(q, k, v, do, dq, *parts, stats, ds, table, counters)
-        if apart > 1:
-            for total, part in zip((dk, dv), parts, strict=True):
-                torch.sum(part.unflatten(-3, (-1, apart)), -3, out=total)
+        self.backward(q, k, v, do, dq, *(parts or (dk, dv)), stats, ds, table, counters)
+        for total, part in zip((dk, dv), parts, strict=False):
+            add_parts(total, part, apart)

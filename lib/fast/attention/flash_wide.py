@@ -23,6 +23,7 @@ from lib.fast.attention.flash_hopper import Roles
 from lib.fast.attention.flash_portable import _place, _tile
 from lib.fast.attention.flash_stored import statistics_launch
 from lib.fast.attention.flash_wide_hopper import hopper_wide
+from lib.fast.attention.room import TakesRoom, add_parts, part_like
 from lib.fast.launch import LENGTHS, Box, Launch, Sizes, grid_by_rows
 from lib.given.kernels.tiles import INTERPRETED, tl, triton
 
@@ -36,13 +37,17 @@ class Cut(NamedTuple):
     stages: int
 
 
+# The first kernel where `has_roles` holds, with values as wide as keys, and with values of at most half their width.
+ROLES, NARROW_ROLES = Roles(2, 32, 2), Roles(2, 32, 3)
 # dV and dS, dK, dQ: the fastest on an H200 of some ten cuts each.
-ROLES = Roles(2, 32, 2)  # of the first kernel where `has_roles` holds
 CUTS = (Cut(64, 64, 4, 2), Cut(64, 128, 8, 4), Cut(128, 64, 8, 4))
+# The same for fewer than FEW_ROWS queries of all heads, with a mask and without: no warps have roles.
+FEW, FEW_ROWS = (Cut(32, 64, 4, 3), Cut(64, 64, 4, 4), Cut(64, 64, 4, 4)), (2**15, 2**13)
+APART_ROWS = 2**15  # with at most so many, each query head has a dV of its own
 SMALL = (Cut(32, 64, 4, 2), Cut(64, 128, 4, 2), Cut(128, 64, 4, 2))  # for the interpreter
 BLOCK = tl.constexpr(128)  # rows and keys within which all pairs of dS are written, or none
 # Fewest queries and keys of a head, and queries of all heads, for which dS goes through memory.
-WIDE_LENGTH, WIDE_ROWS = 512, 2**13
+WIDE_LENGTH, WIDE_ROWS = 512, 2**12
 MOST_SHARE = 8  # dS takes at most so small a part of the GPU's memory: an eighth
 
 
@@ -87,12 +92,16 @@ def _store_queries(
 def wide_dv_kernel(
     q, k, v, do, dv, ds, stats, T, S, G, padded, scale2,
     GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CAUSAL: tl.constexpr,
+    APART: tl.constexpr,
 ):  # fmt: skip
-    """dV of COLS keys of a key head, and their part of dS [batch, heads, S, T] of all heads that share it."""
+    """dV of COLS keys of a key head, and their part of dS [batch, heads, S, T] of all heads that share it.
+
+    APART programs share the query heads of a key head; the dv of each is a head of its own.
+    """
     head, start = _keys_place(COLS)
     b, g = head // G, head % G
-    key = _tile(k, b, g, start, COLS, D)
-    value = _tile(v, b, g, start, COLS, D)
+    key = _tile(k, b, g // APART, start, COLS, D)
+    value = _tile(v, b, g // APART, start, COLS, D)
     low = start + tl.arange(0, COLS) + T - S  # the first query that sees each key
     acc = tl.zeros([COLS, D], tl.float32)
     first, whole = 0, 0
@@ -153,14 +162,15 @@ def _grid_of_keys(sizes: Sizes, cut: Cut) -> tuple[int, int, int]:
     return grid_by_rows(of_keys, triton.cdiv(sizes.s, cut.cols), True)
 
 
-def launch_dv(sizes: Sizes, cut: Cut) -> Launch:
-    """The launch for (q, k, v, do, dv, ds, stats)."""
+def launch_dv(sizes: Sizes, cut: Cut, apart: int = 1) -> Launch:
+    """The launch for (q, k, v, do, dv, ds, stats); of a head of keys, dv has ``apart`` parts."""
+    sizes = sizes._replace(group=sizes.group // apart)
     rows, cols = (1, 1, cut.rows, sizes.width), (1, 1, cut.cols, sizes.width)
     n_groups = sizes.n_heads // sizes.group
     args = (
         Box(0, rows), Box(1, cols), Box(2, cols), Box(3, rows), Box(4, cols), Box(5, (1, 1, cut.cols, cut.rows)),
         Box(6, (2, cut.rows), flat=(2, sizes.n_rows)), sizes.t, sizes.s, n_groups, sizes.padded,
-        sizes.scale * math.log2(math.e), sizes.group, sizes.width, cut.rows, cut.cols, sizes.causal,
+        sizes.scale * math.log2(math.e), sizes.group, sizes.width, cut.rows, cut.cols, sizes.causal, apart,
     )  # fmt: skip
     return Launch(wide_dv_kernel, _grid_of_keys(sizes, cut), args, **options(cut))
 
@@ -192,7 +202,7 @@ def options(cut: Cut) -> dict[str, int]:
     return {} if INTERPRETED else {"num_warps": cut.warps, "num_stages": cut.stages}
 
 
-class WideBackward:
+class WideBackward(TakesRoom):
     """A backward pass with five products for fixed sizes.
 
     Args:
@@ -201,32 +211,35 @@ class WideBackward:
         otherwise: Called with the same tensors if the device has too little memory left for dS.
     """
 
-    is_ready = False  # it needs tensors, not only addresses
-
     def __init__(self, sizes: Sizes, with_roles: bool = False, otherwise: Any = None):
-        for_dv, for_dk, for_dq = SMALL if INTERPRETED else CUTS
+        super().__init__(otherwise)
+        n_rows = sizes.n_batches * sizes.n_heads * sizes.t
+        is_few = n_rows < FEW_ROWS[not sizes.causal]
+        for_dv, for_dk, for_dq = SMALL if INTERPRETED else FEW if is_few else CUTS
+        self.apart = sizes.group if n_rows <= APART_ROWS else 1
         self.statistics = statistics_launch(sizes, 0)
-        self.for_dv = hopper_wide(sizes, ROLES) if with_roles else launch_dv(sizes, for_dv)
+        roles = NARROW_ROLES if 2 * sizes.value_width <= sizes.width else ROLES
+        if with_roles and not is_few:
+            self.for_dv = hopper_wide(sizes, roles, self.apart)
+        else:
+            self.for_dv = launch_dv(sizes, for_dv, self.apart)
         self.for_dk, self.for_dq = launch_dk(sizes, for_dk), launch_dq(sizes, for_dq)
         self.ds_shape = sizes.n_batches, sizes.n_heads, sizes.s, sizes.padded
-        self.n_rows, self.n_stats = sizes.t, 2 * sizes.n_rows
-        self.otherwise, self.is_short = otherwise, False
+        self.n_tokens, self.n_stats = sizes.t, 2 * sizes.n_rows
 
-    def __call__(self, q, k, v, o, do, lse, dq, dk, dv) -> None:
-        """Fill dq, dk and dv; lse is contiguous."""
-        if self.is_short:
-            self.otherwise(q, k, v, o, do, lse, dq, dk, dv)
-            return
-        try:  # without what lies beyond the last row, which is not written: a load of it gives zeros
-            ds = torch.empty(self.ds_shape, dtype=q.dtype, device=q.device)[..., : self.n_rows]
-        except torch.OutOfMemoryError:
-            if self.otherwise is None:
-                raise
-            self.is_short = True  # and is not asked again: PyTorch empties its cache before it gives up
-            self.otherwise(q, k, v, o, do, lse, dq, dk, dv)
-            return
+    def take(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """dS; and dV of each query head, if heads are apart."""
+        # without what lies beyond the last row, which is not written: a load of it gives zeros
+        ds = torch.empty(self.ds_shape, dtype=q.dtype, device=q.device)[..., : self.n_tokens]
+        return ds, part_like(q, v) if self.apart > 1 else None
+
+    def run(self, room: Any, *given: torch.Tensor) -> None:
+        """Fill dq, dk and dv."""
+        (ds, part), (q, k, v, o, do, lse, dq, dk, dv) = room, given
         stats = torch.empty(self.n_stats, dtype=torch.float32, device=q.device)
         self.statistics(o, do, lse, stats, stats)
-        self.for_dv(q, k, v, do, dv, ds, stats)
+        self.for_dv(q, k, v, do, dv if part is None else part, ds, stats)
         self.for_dk(q, dk, ds)
         self.for_dq(k, dq, ds)
+        if part is not None:
+            add_parts(dv, part, self.apart)

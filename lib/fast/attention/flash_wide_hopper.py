@@ -5,6 +5,7 @@ of gradients pass by. A user's accumulator of dV takes half of its registers, so
 """
 
 import math
+from dataclasses import replace
 
 from lib.fast.attention.flash_hopper import Roles, box, complete
 from lib.fast.gluon import GLUON
@@ -20,6 +21,7 @@ if GLUON:
         _first_row,
         left,
         tile_layout,
+        value_layout,
     )
     from lib.fast.gluon import (
         FLAT,
@@ -64,10 +66,10 @@ if GLUON:
         q_s, do_s, lse_s, sums_s, full, empty = ring
         head, start = _place_of_keys()
         b, g = head // G, head % G
-        mbarrier.expect(once, 2 * 2 * 64 * CUT.width * 2)
+        mbarrier.expect(once, 2 * 2 * 64 * (CUT.width + CUT.values))
         for user in gl.static_range(2):
-            copy_in(k, [b, g, start + 64 * user, 0], once, as_box(k_s.index(user), k))
-            copy_in(v, [b, g, start + 64 * user, 0], once, as_box(v_s.index(user), v))
+            copy_in(k, [b, g // CUT.apart, start + 64 * user, 0], once, as_box(k_s.index(user), k))
+            copy_in(v, [b, g // CUT.apart, start + 64 * user, 0], once, as_box(v_s.index(user), v))
         first = _first_stored(start, T, S, CUT)
         each = (_end_row(T, CUT) - first) // CUT.tile
         for n in range(0, CUT.group * each + 1):
@@ -77,7 +79,7 @@ if GLUON:
             h = g * CUT.group + shared
             place = n % CUT.stages
             wait_empty(empty, n, CUT)
-            mbarrier.expect(full.index(place), 2 * CUT.tile * (CUT.width * 2 + 4))
+            mbarrier.expect(full.index(place), 2 * CUT.tile * (CUT.width + CUT.values + 4))
             copy_in(q, [b, h, row, 0], full.index(place), as_box(q_s.index(place), q))
             copy_in(stats, [at], full.index(place), lse_s.index(place))
             copy_in(do, [b, h, row, 0], full.index(place), as_box(do_s.index(place), do))
@@ -97,7 +99,7 @@ if GLUON:
         weights = gl.exp2(s * scale2 - lse2[None, :])
         if MASK:
             weights = gl.where(rows[None, :] >= cols[:, None], weights, 0.0)
-        narrow = gl.convert_layout(weights.to(key.dtype), left(CUT.width))
+        narrow = gl.convert_layout(weights.to(key.dtype), left(CUT.values))
         dv = warpgroup_mma(narrow, grad, dv, is_async=True)
         ahead = _begin_scores(key, q_s, full, n + 1, CUT)
         dp = warpgroup_mma_wait(2, deps=[dp])
@@ -116,7 +118,7 @@ if GLUON:
         key, value, ds_s = k_s.index(user), v_s.index(user), spare_s.index(user)
         cols = mine + gl.arange(0, 64, gl.SliceLayout(1, acc(CUT.tile)))
         rows = S - T + gl.arange(0, CUT.tile, gl.SliceLayout(0, acc(CUT.tile)))
-        dv = gl.full([64, CUT.width], 0.0, gl.float32, acc(CUT.width))
+        dv = gl.full([64, CUT.values], 0.0, gl.float32, acc(CUT.values))
         first = _first_row(mine, T, S, CUT)
         whole = _first_row(mine + 64 + CUT.tile - 1, T, S, CUT)
         n = 0
@@ -146,11 +148,11 @@ if GLUON:
     def hopper_wide_kernel(q, k, v, do, dv, ds, stats, n_rows, T, S, G, padded, scale2, CUT: gl.constexpr):
         """Like ``wide_dv_kernel``, with stats as one row."""
         q_s = gl.allocate_shared_memory(q.dtype, [CUT.stages, CUT.tile, CUT.width], tile_layout(CUT.tile, CUT))
-        do_s = gl.allocate_shared_memory(q.dtype, [CUT.stages, CUT.tile, CUT.width], tile_layout(CUT.tile, CUT))
+        do_s = gl.allocate_shared_memory(q.dtype, [CUT.stages, CUT.tile, CUT.values], value_layout(CUT.tile, CUT))
         lse_s = gl.allocate_shared_memory(gl.float32, [CUT.stages, CUT.tile], stats.layout)
         sums_s = gl.allocate_shared_memory(gl.float32, [CUT.stages, CUT.tile], stats.layout)
         k_s = gl.allocate_shared_memory(q.dtype, [2, 64, CUT.width], tile_layout(64, CUT))
-        v_s = gl.allocate_shared_memory(q.dtype, [2, 64, CUT.width], tile_layout(64, CUT))
+        v_s = gl.allocate_shared_memory(q.dtype, [2, 64, CUT.values], value_layout(64, CUT))
         narrow: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, CUT.tile], gl.bfloat16)
         spare_s = gl.allocate_shared_memory(q.dtype, [2, 64, CUT.tile], narrow)
         once, full, empty = _barriers(CUT)
@@ -166,13 +168,13 @@ if GLUON:
         )
 
 
-def hopper_wide(sizes: Sizes, cut: Roles) -> Launch:
-    """The launch for (q, k, v, do, dv, ds, stats)."""
-    cut = complete(cut, "dK/dV", sizes)
-    n_groups = sizes.n_heads // sizes.group
+def hopper_wide(sizes: Sizes, cut: Roles, apart: int = 1) -> Launch:
+    """The launch for (q, k, v, do, dv, ds, stats); of a head of keys, dv has ``apart`` parts."""
+    cut = replace(complete(cut, "dK/dV", sizes), values=sizes.value_width, group=sizes.group // apart, apart=apart)
+    n_groups = sizes.n_heads // cut.group
     args = (
-        box(0, cut.tile, cut.width), box(1, 64, cut.width), box(2, 64, cut.width), box(3, cut.tile, cut.width),
-        box(4, 64, cut.width), box(5, 64, cut.tile), Box(6, (cut.tile,), FLAT, (2 * sizes.n_rows,)), sizes.n_rows,
+        box(0, cut.tile, cut.width), box(1, 64, cut.width), box(2, 64, cut.values), box(3, cut.tile, cut.values),
+        box(4, 64, cut.values), box(5, 64, cut.tile), Box(6, (cut.tile,), FLAT, (2 * sizes.n_rows,)), sizes.n_rows,
         sizes.t, sizes.s, n_groups, sizes.padded, sizes.scale * math.log2(math.e), cut,
     )  # fmt: skip
     grid = grid_by_rows(sizes._replace(n_heads=n_groups), triton.cdiv(sizes.s, 128), True)

@@ -17,11 +17,12 @@ from torch import Tensor
 from lib.fast.attention.flash import Plan, _allocate, _contiguous, _copied, _planned, _statistics
 from lib.fast.attention.flash_portable import _tile
 from lib.fast.launch import LENGTHS, Address, Box, Launch, n_programs
+from lib.fast.parts.rows import merge
 from lib.given.kernels.tiles import INTERPRETED, LN2, tl, triton
 
 ROWS, COLS = (16, 16) if INTERPRETED else (64, 64)  # queries (heads times tokens) and positions in a tile
 WARPS, STAGES = 8, 2
-LEAST_PART = 512  # positions that a program reads at least, if the others are split among programs
+LEAST_PART = 128  # positions that a program reads at least, if the others are split among programs
 RANKS = (128, 256, 512)
 
 
@@ -80,23 +81,10 @@ def latent_kernel(
     o.store([0, to, start, 0], out.to(o.dtype).reshape(1, 1, ROWS, R))
 
 
-@triton.jit(do_not_specialize=("n_rows", "n_parts"))
-def join_kernel(parts, lse, out, n_rows, n_parts, R: tl.constexpr):
-    """One row of the parts' mean, each weighted by its share of the softmax's denominator."""
-    row, most, total = tl.program_id(0).to(tl.int64), -float("inf"), 0.0
-    for part in tl.range(n_parts):
-        most = tl.maximum(most, tl.load(lse + part * n_rows + row))
-    acc = tl.zeros([R], tl.float32)
-    for part in tl.range(n_parts):
-        weight = tl.exp(tl.load(lse + part * n_rows + row) - most)
-        acc += weight * tl.load(parts + (part * n_rows + row) * R + tl.arange(0, R))
-        total += weight
-    tl.store(out + row * R + tl.arange(0, R), (acc / total).to(out.dtype.element_ty))
-
-
 def n_parts(n_rows: int, n_positions: int, n_programs_at_once: int) -> int:
-    """Among how many programs the positions of each row are split, for rows of so many programs."""
-    return max(1, min(n_programs_at_once // n_rows, n_positions // LEAST_PART))
+    """Among how many programs, a power of two, the positions of each row are split, for rows of so many programs."""
+    most = max(1, min(n_programs_at_once // n_rows, n_positions // LEAST_PART))
+    return 2 ** (most.bit_length() - 1)
 
 
 def _plan(xs: tuple[Tensor, ...], t: int, is_causal: bool, scale: float, n: int | None) -> Plan:
@@ -111,7 +99,7 @@ def _plan(xs: tuple[Tensor, ...], t: int, is_causal: bool, scale: float, n: int 
     )  # fmt: skip
     options: dict[str, Any] = {} if INTERPRETED else {"num_warps": WARPS, "num_stages": STAGES}
     shape = parts * b, n_rows, r
-    o = _allocate(shape, _contiguous(shape), q.dtype if parts == 1 else torch.float32, q.device)
+    o = _allocate(shape, _contiguous(shape), q.dtype, q.device)
     launch = Launch(latent_kernel, (blocks, b, parts), args, **options)
     return Plan(_copied(xs), (o, _statistics(q, *shape[:-1])), launch, {})
 
@@ -151,7 +139,7 @@ def latent_attention(
         keys: The rotated keys, one a position.
         is_causal: Whether a query sees no position after its own; the last query is at the last position.
         scale: Factor of the scores ``q @ latents.mT + turned @ keys.mT``.
-        n_parts: Among how many programs the positions are split; as many as keep the GPU busy if None.
+        n_parts: Among how many programs the positions are split, a power of two; as many as keep the GPU busy if None.
 
     Raises:
         ValueError: the shapes do not fit, or a gradient is wanted; the message says which.
@@ -160,7 +148,6 @@ def latent_attention(
     (b, h, t, _), xs = q.shape, (q.flatten(1, 2), turned.flatten(1, 2), latents, keys)
     o, lse = _planned(_plan, xs, t, is_causal, scale, n_parts).run(xs)
     if len(o) > b:
-        parts, o = o, torch.empty(b, *o.shape[1:], dtype=q.dtype, device=q.device)
         with torch.cuda.device_of(q):
-            join_kernel[b * h * t,](parts, lse, o, b * h * t, len(parts) // b, o.shape[-1])
+            o = merge(o.unflatten(0, (-1, b)), lse.unflatten(0, (-1, b)), q.dtype)
     return o.unflatten(1, (h, t))

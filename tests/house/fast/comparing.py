@@ -30,8 +30,8 @@ def normal(*shape, device, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device)
 
 
-def close(found, expected, atol=2e-5):
-    torch.testing.assert_close(found, expected, atol=atol, rtol=1e-4)
+def close(found, expected, atol=2e-5, rtol=1e-4):
+    torch.testing.assert_close(found, expected, atol=atol, rtol=rtol)
 
 
 def check_one_row(x, weight, wide, norm):

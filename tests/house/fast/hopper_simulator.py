@@ -58,6 +58,7 @@ class Pointer:
 
     def __init__(self, memory: Tensor, at: Any = 0):
         self.memory, self.at = memory, at
+        self.dtype = SimpleNamespace(element_ty=memory.dtype)
 
     def __add__(self, offset: Any) -> "Pointer":
         return Pointer(self.memory, self.at + offset)
@@ -374,11 +375,13 @@ def _names(machine: Machine) -> dict[str, Any]:
         return x if isinstance(x, Tensor) else torch.tensor(x)
 
     language = SimpleNamespace(
-        float32=torch.float32, int64=torch.int64, int32=torch.int32,
+        float32=torch.float32, bfloat16=torch.bfloat16, int64=torch.int64, int32=torch.int32,
+        NVMMASharedLayout=SimpleNamespace(get_default_for=lambda *_: None),
         constexpr=lambda x: x, static_range=range, program_id=lambda i: torch.tensor(machine.at[i]),
         num_programs=lambda i: torch.tensor(machine.grid[i]),
         SliceLayout=lambda *_: None, arange=lambda a, b, layout=None: torch.arange(a, b),
         full=lambda shape, x, dtype, layout=None: torch.full(tuple(shape), x, dtype=dtype),
+        zeros=lambda shape, dtype: torch.zeros(tuple(shape), dtype=dtype),
         zeros_like=torch.zeros_like,
         maximum=of_two(torch.maximum), minimum=of_two(torch.minimum), where=lambda c, a,
         b: torch.where(c, number(a), number(b)),

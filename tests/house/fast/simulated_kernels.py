@@ -11,7 +11,7 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from lib.fast.attention import flash, flash_hopper, flash_items, flash_stored
+from lib.fast.attention import flash, flash_hopper, flash_items, flash_stored, flash_wide, flash_wide_hopper
 from lib.fast.attention.flash_hopper import Roles
 from lib.fast.attention.flash_stored import StoredBackward
 from lib.fast.launch import Launch, Sizes
@@ -116,6 +116,40 @@ STORED = {
     "one row": ((1, 2, 2, 1, 300, 128), True, 2, False),
     "a place for two of three parts": ((1, 3, 3, 192, 192, 72), True, 2, False),
     "a place for one of four parts": ((2, 4, 2, 384, 320, 128), False, 1, False),
+}
+
+
+def wide(shape: tuple[int, ...], causal: bool, apart: int, seed: int, **options: Any) -> dict[str, float]:
+    """The forward pass, dV of wide heads, and dS: all pairs in blocks of 128 with a pair that is seen must be there."""
+    B, H, G, T, S, D, V = shape
+    q, do, k, v = (torch.randn(B, n, t, d).bfloat16() for n, t, d in ((H, T, D), (H, T, V), (G, S, D), (G, S, V)))
+    o, scores, (_, _, wanted) = exact_attention(q, k, v, do, causal)
+    sizes, values = Sizes(B, H, H // G, T, S, D, causal, value_dim=V), v.double().repeat_interleave(H // G, 1)
+    out, lse = empty(B, H, T, V), empty(B, H, T, dtype=torch.float32)
+    cut = Roles(2, 64, 2, heads_first=True)
+    simulate(flash_hopper.hopper_forward(sizes, cut), q, k, v, out, lse, seed=seed, **options)
+
+    along = (o * do.double()).sum(-1)
+    d_scores = scores.softmax(-1) * (do.double() @ values.mT - along[..., None])
+    beyond = sizes.padded - T
+    lse2 = F.pad(scores.logsumexp(-1).float() / math.log(2), (0, beyond), value=math.inf)
+    stats = torch.stack([lse2, F.pad(along.float(), (0, beyond))]).flatten()
+    dv, ds = empty(B, G * apart, S, V), empty(B, H, S, sizes.padded)[..., :T]
+    launch = flash_wide_hopper.hopper_wide(sizes, flash_wide.ROLES, apart)
+    simulate(launch, q, k, v, do, dv, ds, stats, seed=seed, **options)
+    first = torch.arange(S) // 128 * 128 + T - S if causal else torch.zeros(S)  # row that sees the first key of a block
+    written = torch.arange(T) // 128 * 128 + 127 >= first[:, None]
+    ds, d_scores = (torch.where(written, x, 0) for x in (ds, d_scores.mT))
+    dv = dv.double().unflatten(1, (G, apart)).sum(2)
+    return {"o": distance(out, o), "dv": distance(dv, wanted), "ds": distance(ds, d_scores)}
+
+
+# batch, heads, heads of keys, rows, keys, widths of keys and values; mask; programs that share a head of keys
+WIDE = {
+    "causal": ((1, 1, 1, 256, 256, 256, 256), True, 1),
+    "ragged, each head apart": ((1, 2, 1, 70, 200, 256, 256), True, 2),
+    "narrow values": ((1, 1, 1, 70, 70, 192, 128), True, 1),
+    "full, narrow values, each head apart": ((1, 2, 1, 70, 130, 256, 72), False, 2),
 }
 
 
@@ -226,6 +260,8 @@ def cases() -> Iterator[tuple[str, Callable[..., dict[str, float]]]]:
                 yield name, lambda seed, s=shape, c=causal, cut=chosen, **kw: attention(s, c, cut, seed, **kw)
     for kind, how in STORED.items():
         yield f"stored, {kind}", lambda seed, how=how, **kw: stored(*how, seed=seed, **kw)
+    for kind, what in WIDE.items():
+        yield f"wide, {kind}", lambda seed, what=what, **kw: wide(*what, seed=seed, **kw)
     for transposed in (False, True):
         for counts in ((128, 256, 64), (0, 5, 300, 0, 129), (1,)):
             name = f"products, {counts}, {'transposed' if transposed else 'plain'}"

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from lib.fast.attention import flash
+from lib.fast.attention import flash, flash_wide
 from lib.fast.attention.flash import fast_backward, fast_forward, sizes_of
-from lib.fast.attention.flash_wide import CUTS, SMALL, Cut, WideBackward, stores_wide
+from lib.fast.attention.flash_wide import CUTS, FEW, SMALL, Cut, WideBackward, stores_wide
 from lib.fast.launch import Sizes
 from lib.given.kernels.tiles import INTERPRETED
 
@@ -16,10 +16,12 @@ can_run = pytest.mark.skipif(
     not INTERPRETED and (not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] < 9),
     reason="descriptors need a Hopper GPU, or the interpreter",
 )
-SHAPES = {  # batch, heads, heads of keys, rows, keys
-    "equal": (1, 2, 1, 64, 64),
-    "ragged": (2, 2, 2, 70, 70),
-    "more keys": (1, 3, 1, 137, 201),
+pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
+SHAPES = {  # batch, heads, heads of keys, rows, keys, and parts of the width that values have
+    "equal": (1, 2, 1, 64, 64, 1),
+    "ragged": (2, 2, 2, 70, 70, 1),
+    "more keys": (1, 3, 1, 137, 201, 1),
+    "narrow values": (1, 2, 1, 70, 70, 2),
 }
 
 
@@ -43,16 +45,26 @@ def full_of_nan(shape, **options):
 @can_run
 @pytest.mark.time_limit(60)
 @pytest.mark.parametrize(
-    ("name", "causal"), [("equal", True), ("ragged", True), ("more keys", True), ("more keys", False)]
+    ("name", "causal", "apart", "few"),
+    [
+        ("equal", True, True, 0),
+        ("ragged", True, False, 0),
+        ("more keys", True, False, 2**15),
+        ("more keys", False, True, 2**15),
+        ("narrow values", True, True, 0),
+        *([("more keys", True, True, 0), ("narrow values", True, True, 2**15)] if not INTERPRETED else []),
+    ],
 )
-def test_dS_through_memory_gives_the_gradients(name, causal, monkeypatch):
-    b, h, g, t, s = SHAPES[name]
+def test_dS_through_memory_gives_the_gradients(name, causal, apart, few, monkeypatch):
+    b, h, g, t, s, part = SHAPES[name]
     torch.manual_seed(0)
-    q, do = (torch.randn(b, h, t, WIDTH, device=DEVICE, dtype=DTYPE) for _ in range(2))
-    k, v = (torch.randn(b, g, s, WIDTH, device=DEVICE, dtype=DTYPE) for _ in range(2))
+    q, do = (torch.randn(b, h, t, width, device=DEVICE, dtype=DTYPE) for width in (WIDTH, WIDTH // part))
+    k, v = (torch.randn(b, g, s, width, device=DEVICE, dtype=DTYPE) for width in (WIDTH, WIDTH // part))
     o, lse = fast_forward(q, k, v, causal)
     grads = [torch.full_like(x, torch.nan) for x in (q, k, v)]
     monkeypatch.setattr(torch, "empty", full_of_nan)
+    monkeypatch.setattr(flash_wide, "APART_ROWS", 2**15 if apart else 0)
+    monkeypatch.setattr(flash_wide, "FEW_ROWS", (few, few))
     WideBackward(sizes_of(q, k, causal), not INTERPRETED)(q, k, v, o, do, lse, *grads)
     for found, wanted in zip(grads, exact(q, k, v, do, causal), strict=True):
         far = (found.double() - wanted).norm() / wanted.norm()
@@ -66,7 +78,7 @@ def test_dS_is_stored_where_it_pays_and_fits():
     changes: list[dict[str, Any]] = [
         {"head_dim": 128},
         {"t": 256},
-        {"n_heads": 1},
+        {"n_heads": 1, "t": 2048},
         {"t": 8192},
         {"t": 2**17, "s": 2**17},
     ]
@@ -76,7 +88,7 @@ def test_dS_is_stored_where_it_pays_and_fits():
 
 
 def test_every_cut_divides_the_blocks_of_dS():
-    for cut in (*CUTS, *SMALL):
+    for cut in (*CUTS, *FEW, *SMALL):
         assert isinstance(cut, Cut)
         assert (128 % cut.rows, 128 % cut.cols) == (0, 0)
 
@@ -96,3 +108,22 @@ def test_the_backward_pass_takes_it_and_falls_back_where_memory_is_short():
     backward(q, k, v, o, do, lse, *grads)
     for found, wanted in zip(stored, grads, strict=True):
         assert (found.float() - wanted.float()).norm() < 1e-2 * wanted.float().norm()
+
+
+@can_run
+@pytest.mark.parametrize("window", [None, 20])
+def test_values_narrower_than_keys_are_as_if_zeros_followed(window):
+    """As DeepSeek trains: keys 192 wide, values 128."""
+    torch.manual_seed(0)
+    width, narrow = (16, 8) if INTERPRETED else (192, 128)
+    shapes = (1, 2, 40, width), (1, 1, 40, width), (1, 1, 40, narrow), (1, 2, 40, narrow)
+    q, k, v, do = (torch.randn(shape, device=DEVICE, dtype=DTYPE) for shape in shapes)
+    found: list[torch.Tensor] = []
+    wanted: list[torch.Tensor] = []
+    for values, results in ((v, found), (torch.nn.functional.pad(v, (0, width - narrow)), wanted)):
+        leaves = q, k, values = [x.clone().requires_grad_() for x in (q, k, values)]
+        o = flash.flash_attention_fast(q, k, values, True, window=window)[..., :narrow]
+        results += [o, *torch.autograd.grad(o, leaves, do)]
+    assert [x.shape for x in found] == [do.shape, q.shape, k.shape, v.shape]
+    for mine, full in zip(found, wanted, strict=True):
+        torch.testing.assert_close(mine, full[..., : mine.shape[-1]])

@@ -25,7 +25,7 @@ def simulated():
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("kernels", ["attention", "stored", "products", "around a GELU", "loss"])
+@pytest.mark.parametrize("kernels", ["attention", "stored", "wide", "products", "around a GELU", "loss"])
 def test_each_result_is_right_to_the_rounding_of_16_bits(simulated, kernels):
     results = {name: seeds for name, seeds in simulated["found"].items() if name.startswith(kernels)}
     assert len(results) >= 4

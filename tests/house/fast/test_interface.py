@@ -61,6 +61,32 @@ def test_a_llama_of_transformers_has_the_same_logits(ours, monkeypatch):
 
 
 @interpreted
+@pytest.mark.time_limit(120)
+def test_a_deepseek_whose_values_are_narrower_than_its_keys_has_the_same_logits(monkeypatch):
+    transformers = pytest.importorskip("transformers", reason="Transformers, with which logits are compared")
+    interface.register()
+    calls, found = [], []
+
+    def counted(q, k, v, *rest, **options):
+        calls.append((k.shape, v.shape))
+        return flash_attention_fast(q, k, v, *rest, **options)
+
+    monkeypatch.setattr(interface, "flash_attention_fast", counted)
+    monkeypatch.setattr(interface, "fits_fast", lambda q, k, v, causal: True)
+    for implementation in ("workbook", "eager"):
+        torch.manual_seed(0)
+        config = transformers.DeepseekV3Config(
+            vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, first_k_dense_replace=1,
+            num_attention_heads=2, num_key_value_heads=2, q_lora_rank=None, kv_lora_rank=16, qk_nope_head_dim=16,
+            qk_rope_head_dim=8, v_head_dim=16, attn_implementation=implementation,
+        )  # fmt: skip
+        model = transformers.DeepseekV3ForCausalLM(config)
+        found.append(model(torch.arange(37)[None], use_cache=False).logits)
+    torch.testing.assert_close(*found)
+    assert calls == [((1, 2, 37, 24), (1, 2, 37, 16))]
+
+
+@interpreted
 def test_what_the_kernels_do_not_have_goes_to_pytorch(monkeypatch):
     monkeypatch.setattr(interface, "fits_fast", lambda q, k, v, causal: True)
     monkeypatch.setattr(interface, "flash_attention_fast", lambda *args, **options: pytest.fail("this call has a mask"))

@@ -18,7 +18,7 @@ can_run = pytest.mark.skipif(
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 CASES = {  # batch, heads, queries, positions, causal, parts
     "training": (2, 4, 21, 21, True, None),
-    "decoding, in parts": (1, 20, 1, 70, True, 3),
+    "decoding, in parts": (1, 20, 1, 70, True, 4),
     "with a cache, in parts": (2, 3, 5, 40, True, 2),
     "all positions": (1, 16, 3, 33, False, None),
 }
@@ -47,7 +47,8 @@ def test_absorbed_attention_is_the_plain_one(name):
 def test_positions_are_split_where_programs_would_be_idle():
     assert latent.n_parts(2, 32_768, 132) == 64
     assert latent.n_parts(100, 32_768, 132) == 1
-    assert latent.n_parts(2, 1000, 132) == 1
+    assert latent.n_parts(1, 1000, 132) == 4
+    assert latent.n_parts(2, 200, 132) == 1
 
 
 @can_run

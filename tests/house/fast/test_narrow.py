@@ -41,7 +41,7 @@ def test_products_of_few_rows(device, kind, monkeypatch):
                 monkeypatch.setattr(parts, "n_parts", lambda *asked, n=n_parts: n)
                 close(few_rows(x, weight).float().sum(0), expected, atol)
             gated = silu(expected[:, :35]) * expected[:, 35:]
-            close(few_rows(x, weight, gated=True)[0].float(), gated, 10 * atol)
+            close(few_rows(x, weight, gated=True)[0].float(), gated, 10 * atol, rtol=2**-7)  # twice bfloat16's rounding
 
 
 @on_both

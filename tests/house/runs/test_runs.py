@@ -671,7 +671,7 @@ def test_the_kernels_of_a_block_are_for_16_bits_on_a_gpu_and_for_layers_that_are
 def test_a_recorded_step_takes_products_without_a_workspace(monkeypatch):
     for name in ("set_num_threads", "set_float32_matmul_precision", "use_deterministic_algorithms", "cuda.set_device"):
         monkeypatch.setattr(f"torch.{name}", lambda value: None)
-    hopper, older, name = (9, 0), (8, 0), "CUBLAS_WORKSPACE_CONFIG"
+    hopper, older, name, second = (9, 0), (8, 0), "CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE"
     for flags, capability, before, wanted in (
         ("", hopper, None, None),
         ("--graph", hopper, None, ":0:0"),
@@ -681,11 +681,14 @@ def test_a_recorded_step_takes_products_without_a_workspace(monkeypatch):
         ("--graph --strategy ddp", hopper, None, ":0:0"),
     ):
         monkeypatch.setenv(name, before or "")
+        monkeypatch.setenv(second, "")
+        monkeypatch.delenv(second)
         if before is None:
             monkeypatch.delenv(name)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
         set_up(parse_flags(["--data", "synthetic", *flags.split()]), torch.device("cuda"))
         assert os.environ.get(name) == wanted, (flags, capability, before)
+        assert os.environ.get(second) == ("0" if wanted == ":0:0" else None)
 
 
 @pytest.mark.gpu
