@@ -23,6 +23,8 @@ from lib.fast.parts.packed import Packed, block_attention_kernel, pointers
 from lib.fast.parts.rows import add_norm, embed, gate, merge, one_row, rotate_and_store
 from lib.given.kernels.mode import HAS_TRITON, INTERPRETED, triton
 
+ATT: dict = {}
+CAP: dict = {}
 GRAPH_ROWS = 256  # of the largest graph
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 TILE = 16 if INTERPRETED else 64  # positions that the paged kernel reads at a time
@@ -250,7 +252,7 @@ class Steps:
         """Parts of a sequence's positions, a power of two: about four programs a processor, at most one part a tile."""
         n_tiles = -(-self.config.context_len // TILE)
         most = min(n_tiles, 4 * self.processors // max(1, batch * self.cache.keys.shape[3]))
-        return 1 << max(0, most.bit_length() - 1)
+        return min(1 << max(0, most.bit_length() - 1), CAP.get(batch <= SOME_ROWS, 1024))
 
     def _attend_to_blocks(self, i: int, queries: Tensor, tables: Tensor, lengths: Tensor, n_parts: int) -> Tensor:
         keys, values, batch = self.cache.keys[i], self.cache.values[i], len(queries)
@@ -261,12 +263,13 @@ class Steps:
         (k, k_scales, largest), (v, v_scales, _) = pointers(keys), pointers(values)
         few, n_bytes = batch <= SOME_ROWS, triton.next_power_of_2(width) * k.element_size()
         is_long = not few and width * queries.element_size() <= 256  # of which shared memory has room for two
+        cols, warps, stages, lines = ATT.get(few) or (TILE << is_long, 4, 2 if is_long else 3, few)
         block_attention_kernel[(batch, n_kv_heads, n_parts)](
             queries, k, v, k_scales, v_scales, tables, lengths, o, lse, width**-0.5, n_heads, tables.shape[1],
             SIZE=size, GROUP=n_heads // n_kv_heads, D=width, WIDTH=triton.next_power_of_2(width),
-            ROWS=max(16, triton.next_power_of_2(n_heads // n_kv_heads)), COLS=TILE << is_long,
-            SCALED=largest > 0, LINES=triton.cdiv(n_bytes, 128) if few else 0,
-            num_warps=4, num_stages=2 if is_long else 3, **launch_early(queries.device),
+            ROWS=max(16, triton.next_power_of_2(n_heads // n_kv_heads)), COLS=cols,
+            SCALED=largest > 0, LINES=triton.cdiv(n_bytes, 128) if lines else 0,
+            num_warps=warps, num_stages=stages, **launch_early(queries.device),
         )  # fmt: skip
         return merge(o, lse, queries.dtype) if n_parts > 1 else o[0]
 

@@ -39,6 +39,8 @@ class Tile(NamedTuple):
     programs: int
     parts: int
     gates: bool
+    columns: int = COLUMNS
+    warps: int = 4
 
 
 TILES = {
@@ -47,6 +49,10 @@ TILES = {
     "int4": (Tile(3, 256, 6, 16, False), Tile(4, 512, 3, 8, True)),
 }
 """For at most `SOME_ROWS` and for more. As measured on an H200."""
+
+
+SPECIAL: dict = {}
+MAXNREG: dict = {}
 
 
 class Narrow(NamedTuple):
@@ -161,29 +167,56 @@ def gate_and_add(first, second, at, inside, GATED: tl.constexpr, ADD: tl.constex
 
 
 @triton.jit
-def products_of_groups(
-    packed, scales, zeros, columns, inside, group, at, low, high, sums, n_groups, GROUP: tl.constexpr
-):  # fmt: skip
+def groups_ahead(words, scales, zeros, columns, inside, group, at, n_groups, GROUP: tl.constexpr):
+    """The levels of some groups of some rows, eight in a word, and their scales and origins."""
+    column = columns.to(tl.int64) * n_groups
+    levels = tl.load(words + (column * (GROUP // 8))[:, None, None] + at[None, :, :], mask=inside[:, :, None], other=0)
+    where = column[:, None] + group[None, :]
+    return (
+        levels,
+        tl.load(scales + where, mask=inside, other=0.0),
+        tl.load(zeros + where, mask=inside, other=0).to(tl.float32),
+    )
+
+
+@triton.jit
+def four_of(x, GROUPS: tl.constexpr, WORDS: tl.constexpr):
+    """x [GROUPS, 4 WORDS] as four [GROUPS, WORDS]: every fourth number, from the first, the second, ... on."""
+    even, odd = tl.split(tl.reshape(x, [GROUPS, WORDS, 2, 2]))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first, second, third, fourth
+
+
+@triton.jit
+def level(words, BIT: tl.constexpr):
+    """1 + q / 16 for the level q in four bits of each word, which become part of a float32: faster than a conversion."""
+    moved = words << (19 - BIT) if BIT < 19 else words >> (BIT - 19)
+    return (moved & 0x780000 | 0x3F800000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def products_of_groups(words, scale, origin, low, high, sums, GROUPS: tl.constexpr, WORDS: tl.constexpr):
     """The products of some groups of some rows of levels with those of a row of numbers, added up over the groups.
 
-    A level q becomes 1 + q / 16 by setting four bits of a float32, which is faster than a conversion.
     A group's sum of (1 + q / 16) x is computed first, and what it has too much is taken off.
     """
-    column = columns.to(tl.int64) * n_groups
-    bytes_at = packed + (column * (GROUP // 2))[:, None, None] + at[None, :, :]
-    byte = tl.load(bytes_at, mask=inside[:, :, None], other=0).to(tl.int32)
-    first = ((byte << 19) & 0x780000 | 0x3F800000).to(tl.float32, bitcast=True)
-    second = ((byte << 15) & 0x780000 | 0x3F800000).to(tl.float32, bitcast=True)
-    found = tl.sum(first * low[None, :, :] + second * high[None, :, :], 2)
-    where = column[:, None] + group[None, :]
-    origin = tl.load(zeros + where, mask=inside, other=0).to(tl.float32)
-    factor = tl.load(scales + where, mask=inside, other=0.0)
-    return tl.sum(factor * (16.0 * found - (16.0 + origin) * sums[None, :]), 1)
+    a, b, c, d = four_of(low, GROUPS, WORDS)
+    found = level(words, 0) * a[None, :, :]
+    found += level(words, 8) * b[None, :, :]
+    found += level(words, 16) * c[None, :, :]
+    found += level(words, 24) * d[None, :, :]
+    a, b, c, d = four_of(high, GROUPS, WORDS)
+    found += level(words, 4) * a[None, :, :]
+    found += level(words, 12) * b[None, :, :]
+    found += level(words, 20) * c[None, :, :]
+    found += level(words, 28) * d[None, :, :]
+    return tl.sum(scale * (16.0 * tl.sum(found, 2) - (16.0 + origin) * sums[None, :]), 1)
 
 
 @triton.jit
 def one_int4_row_kernel(
-    x, packed, scales, zeros, gain, out, n_columns, n_groups, eps,
+    x, words, scales, zeros, gain, out, n_columns, n_groups, eps,
     NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr,
     COLS: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -192,20 +225,24 @@ def one_int4_row_kernel(
     Bytes moved: the levels and their scales once. FLOPs: two for each level.
     """
     columns, half = tl.program_id(0) * COLS + tl.arange(0, COLS), tl.arange(0, GROUP // 2)
-    is_column = columns < n_columns
+    is_column, behind, group = columns < n_columns, n_columns + columns, tl.arange(0, GROUPS)
+    size: tl.constexpr = GROUP // 8
     dtype = out.dtype.element_ty
     first, second = tl.zeros([COLS], tl.float32), tl.zeros([COLS], tl.float32)
     squares = tl.zeros([GROUPS], tl.float32)
     if EARLY:
         n_bytes = n_groups * (GROUP // 2)
-        ask_for_rows(packed, columns, n_columns, n_bytes, n_bytes, 16)
+        ask_for_rows(words, columns, n_columns, n_bytes, n_bytes, 16)
         if GATED:
-            ask_for_rows(packed + n_columns.to(tl.int64) * n_bytes, columns, n_columns, n_bytes, n_bytes, 16)
+            ask_for_rows(words + n_columns.to(tl.int64) * (n_bytes // 4), columns, n_columns, n_bytes, n_bytes, 16)
+    inside = is_column[:, None] & (group < n_groups)[None, :]
+    at = group[:, None] * size + tl.arange(0, size)[None, :]
+    here, scale, origin = groups_ahead(words, scales, zeros, columns, inside, group, at, n_groups, GROUP)
+    if GATED:
+        here2, scale2, origin2 = groups_ahead(words, scales, zeros, behind, inside, group, at, n_groups, GROUP)
     wait_for_the_kernel_ahead(EARLY)
     for start in range(0, n_groups, GROUPS):
-        group = start + tl.arange(0, GROUPS)
-        known = (group < n_groups)[:, None]
-        place, inside = group[:, None] * GROUP + half[None, :], is_column[:, None] & (group < n_groups)[None, :]
+        known, place = (group < n_groups)[:, None], group[:, None] * GROUP + half[None, :]
         low = tl.load(x + place, mask=known, other=0.0).to(tl.float32)
         high = tl.load(x + place + GROUP // 2, mask=known, other=0.0).to(tl.float32)
         if NORM:
@@ -213,15 +250,19 @@ def one_int4_row_kernel(
             low *= tl.load(gain + place, mask=known, other=0.0).to(tl.float32)
             high *= tl.load(gain + place + GROUP // 2, mask=known, other=0.0).to(tl.float32)
             low, high = low.to(dtype).to(tl.float32), high.to(dtype).to(tl.float32)
-        sums, at = tl.sum(low + high, 1), group[:, None] * (GROUP // 2) + half[None, :]
-        first += products_of_groups(packed, scales, zeros, columns, inside, group, at, low, high, sums, n_groups, GROUP)
+        sums = tl.sum(low + high, 1)
+        first += products_of_groups(here, scale, origin, low, high, sums, GROUPS, size)
         if GATED:
-            behind = n_columns + columns
-            second += products_of_groups(
-                packed, scales, zeros, behind, inside, group, at, low, high, sums, n_groups, GROUP
-            )
-    scale = tl.rsqrt(tl.sum(squares, 0) / (n_groups * GROUP) + eps) if NORM else 1.0
-    found = gate_and_add(first * scale, second * scale, out + columns, is_column, GATED, ADD)
+            second += products_of_groups(here2, scale2, origin2, low, high, sums, GROUPS, size)
+        if start + GROUPS < n_groups:
+            group += GROUPS
+            at += GROUPS * size
+            inside = is_column[:, None] & (group < n_groups)[None, :]
+            here, scale, origin = groups_ahead(words, scales, zeros, columns, inside, group, at, n_groups, GROUP)
+            if GATED:
+                here2, scale2, origin2 = groups_ahead(words, scales, zeros, behind, inside, group, at, n_groups, GROUP)
+    factor = tl.rsqrt(tl.sum(squares, 0) / (n_groups * GROUP) + eps) if NORM else 1.0
+    found = gate_and_add(first * factor, second * factor, out + columns, is_column, GATED, ADD)
     tl.store(out + columns, found, mask=is_column)
 
 
@@ -234,9 +275,9 @@ def one_int4_row(
     n_columns, (columns, groups, warps) = weight.n_columns // 2 if gated else weight.n_columns, tile
     out = x.new_empty(1, n_columns) if into is None else into
     one_int4_row_kernel[(triton.cdiv(n_columns, columns),)](
-        x, weight.numbers, weight.scales, weight.zeros, gain, out, n_columns, weight.scales.shape[1], eps,
+        x, weight.numbers.view(torch.int32), weight.scales, weight.zeros, gain, out, n_columns, weight.scales.shape[1], eps,
         NORM=gain is not None, GATED=gated, ADD=into is not None, COLS=columns, GROUPS=groups, GROUP=weight.group,
-        num_warps=warps, **launch_early(x.device),
+        num_warps=warps, maxnreg=MAXNREG.get(gated), **launch_early(x.device),
     )  # fmt: skip
     return out
 
@@ -327,7 +368,8 @@ def few_rows_kernel(
 def tile_of(x: Float[Tensor, "n k"], weight: Tensor | Narrow) -> Tile:
     """The tile of a product of few rows."""
     kind = "wide" if isinstance(weight, Tensor) else "float8" if weight.zeros is None else "int4"
-    return TILES[kind][len(x) > SOME_ROWS]
+    more = len(x) > SOME_ROWS
+    return SPECIAL.get((kind, more, len(weight[0] if isinstance(weight, Narrow) else weight), x.shape[1]), TILES[kind][more])
 
 
 def few_rows(
@@ -343,13 +385,14 @@ def few_rows(
     if isinstance(weight, Narrow) and levels:
         terms = weight.group
     n, n_terms = len(numbers) // 2 if gated else len(numbers), x.shape[1]
-    tiles = triton.cdiv(n, COLUMNS // 2 if gated else COLUMNS)
+    columns = tile.columns
+    tiles = triton.cdiv(n, columns // 2 if gated else columns)
     parts = 1 if gated else n_parts(tiles, x.device, tile)
     out = x.new_empty(parts, len(x), n, dtype=torch.float32 if parts > 1 else x.dtype)
     few_rows_kernel[(tiles, parts)](
         x.contiguous(), numbers, scales, zeros, out, len(x), n, n_terms, LEVELS=levels, SCALED=scaled, GATED=gated,
-        EVEN=n_terms % terms == 0, TERMS=terms, ROWS=max(8, triton.next_power_of_2(len(x))), COLS=COLUMNS,
-        ASK=tile.ask, num_warps=4, num_stages=tile.stages, **launch_early(x.device),
+        EVEN=n_terms % terms == 0, TERMS=terms, ROWS=max(8, triton.next_power_of_2(len(x))), COLS=columns,
+        ASK=tile.ask, num_warps=tile.warps, num_stages=tile.stages, **launch_early(x.device),
     )  # fmt: skip
     return out
 

@@ -33,7 +33,7 @@ for cache, largest in CACHES.items():
     pools = {"keys": cache, "values": cache}
     pools |= dict.fromkeys(("key_scales", "value_scales"), F32 if largest else cache)
     stored = {"qkv": F32, "queries": B16, "rope": F32, "positions": I64, "slots": I64, **pools}
-    build(rotate_and_store_kernel, stored, {"D": 64, "PAIRS": 32, "LARGEST": largest, "PARTS": 4})
+    build(rotate_and_store_kernel, stored, {"D": 64, "PAIRS": 32, "HEADS": 4, "LARGEST": largest, "PARTS": 4})
     sizes = {"SIZE": 16, "GROUP": 2, "D": 64, "WIDTH": 64, "COLS": 32}
     tiles = dict.fromkeys(("tables", "sequences", "rows", "positions", "counts"), I32)
     prompts = {"HEADS": 2, "QUERIES": 8, "SCALED": largest > 0}
@@ -51,10 +51,10 @@ for numbers, levels in (("*u8", True), ("*fp8e4nv", False), (B16, False)):
     build(few_rows_kernel, weight, few | tile | {"GATED": True})
     if numbers != B16:
         build(widen_kernel, weight, {"LEVELS": levels, "GROUP": 128, "COLS": 1024})
-ways = {"NORM": True, "GATED": True, "ADD": True, "COLS": 4, "EVEN": True, "TERMS": 1024}
+ways = {"NORM": True, "GATED": True, "ADD": True, "COLS": 4, "EVEN": True, "TERMS": 1024, "AHEAD": True}
 for numbers in ("*fp8e4nv", B16):
     build(one_row_kernel, ROW | {"weight": numbers}, ways | {"SCALED": numbers != B16})
-build(one_int4_row_kernel, ROW | {"packed": "*u8", "n_groups": WHOLE}, ways | {"GROUPS": 16, "GROUP": 128})
+build(one_int4_row_kernel, ROW | {"words": I32, "n_groups": WHOLE}, ways | {"GROUPS": 16, "GROUP": 128})
 tiles = dict.fromkeys(("tables", "sequences", "rows", "positions", "counts"), I64)
 tensors = dict.fromkeys(("q", "keys", "values", "sinks"), B16) | {"o": F32, "lse": F32, "cap": "fp32"}
 sizes = {"SIZE": 16, "GROUP": 2, "D": 64, "WIDTH": 64, "HEADS": 2, "QUERIES": 8, "COLS": 64}
