@@ -169,9 +169,9 @@ def gate_and_add(first, second, at, inside, GATED: tl.constexpr, ADD: tl.constex
 @triton.jit
 def groups_ahead(words, scales, zeros, columns, inside, group, at, n_groups, GROUP: tl.constexpr):
     """The levels of some groups of some rows, eight in a word, and their scales and origins."""
-    column = columns.to(tl.int64) * n_groups
-    levels = tl.load(words + (column * (GROUP // 8))[:, None, None] + at[None, :, :], mask=inside[:, :, None], other=0)
-    where = column[:, None] + group[None, :]
+    column = columns.to(tl.int64)[None, :] * n_groups
+    levels = tl.load(words + (column * (GROUP // 8))[:, :, None] + at[:, None, :], mask=inside[:, :, None], other=0)
+    where = column + group[:, None]
     return (
         levels,
         tl.load(scales + where, mask=inside, other=0.0),
@@ -202,16 +202,16 @@ def products_of_groups(words, scale, origin, low, high, sums, GROUPS: tl.constex
     A group's sum of (1 + q / 16) x is computed first, and what it has too much is taken off.
     """
     a, b, c, d = four_of(low, GROUPS, WORDS)
-    found = level(words, 0) * a[None, :, :]
-    found += level(words, 8) * b[None, :, :]
-    found += level(words, 16) * c[None, :, :]
-    found += level(words, 24) * d[None, :, :]
+    found = level(words, 0) * a[:, None, :]
+    found += level(words, 8) * b[:, None, :]
+    found += level(words, 16) * c[:, None, :]
+    found += level(words, 24) * d[:, None, :]
     a, b, c, d = four_of(high, GROUPS, WORDS)
-    found += level(words, 4) * a[None, :, :]
-    found += level(words, 12) * b[None, :, :]
-    found += level(words, 20) * c[None, :, :]
-    found += level(words, 28) * d[None, :, :]
-    return tl.sum(scale * (16.0 * tl.sum(found, 2) - (16.0 + origin) * sums[None, :]), 1)
+    found += level(words, 4) * a[:, None, :]
+    found += level(words, 12) * b[:, None, :]
+    found += level(words, 20) * c[:, None, :]
+    found += level(words, 28) * d[:, None, :]
+    return tl.sum(scale * (16.0 * tl.sum(found, 2) - (16.0 + origin) * sums[:, None]), 0)
 
 
 @triton.jit
@@ -235,7 +235,7 @@ def one_int4_row_kernel(
         ask_for_rows(words, columns, n_columns, n_bytes, n_bytes, 16)
         if GATED:
             ask_for_rows(words + n_columns.to(tl.int64) * (n_bytes // 4), columns, n_columns, n_bytes, n_bytes, 16)
-    inside = is_column[:, None] & (group < n_groups)[None, :]
+    inside = is_column[None, :] & (group < n_groups)[:, None]
     at = group[:, None] * size + tl.arange(0, size)[None, :]
     here, scale, origin = groups_ahead(words, scales, zeros, columns, inside, group, at, n_groups, GROUP)
     if GATED:
@@ -257,7 +257,7 @@ def one_int4_row_kernel(
         if start + GROUPS < n_groups:
             group += GROUPS
             at += GROUPS * size
-            inside = is_column[:, None] & (group < n_groups)[None, :]
+            inside = is_column[None, :] & (group < n_groups)[:, None]
             here, scale, origin = groups_ahead(words, scales, zeros, columns, inside, group, at, n_groups, GROUP)
             if GATED:
                 here2, scale2, origin2 = groups_ahead(words, scales, zeros, behind, inside, group, at, n_groups, GROUP)
