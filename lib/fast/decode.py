@@ -252,7 +252,7 @@ class Steps:
         """Parts of a sequence's positions, a power of two: about four programs a processor, at most one part a tile."""
         n_tiles = -(-self.config.context_len // TILE)
         most = min(n_tiles, 4 * self.processors // max(1, batch * self.cache.keys.shape[3]))
-        return min(1 << max(0, most.bit_length() - 1), CAP.get(batch <= SOME_ROWS, 1024))
+        return min(1 << max(0, most.bit_length() - 1), CAP.get(batch <= SOME_ROWS, 16))
 
     def _attend_to_blocks(self, i: int, queries: Tensor, tables: Tensor, lengths: Tensor, n_parts: int) -> Tensor:
         keys, values, batch = self.cache.keys[i], self.cache.values[i], len(queries)

@@ -53,6 +53,7 @@ TILES = {
 
 SPECIAL: dict = {}
 MAXNREG: dict = {}
+PACKED = True
 
 
 class Narrow(NamedTuple):
@@ -283,26 +284,49 @@ def one_int4_row(
 
 
 @triton.jit
-def levels_of(byte, origin, dtype: tl.constexpr):
+def levels_of(byte, origin, dtype: tl.constexpr, PACKED: tl.constexpr):
     """The two levels of each byte [n, k] minus their origin [n], in dtype.
 
     In 16 bits, the bits of a power of two and of a level make their sum, without a conversion: 128 + q in bfloat16,
     1024 + q in float16. Its difference from the origin's is exact.
     """
-    if dtype.primitive_bitwidth == 16:
+    if PACKED and dtype == tl.bfloat16:
+        low, high = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, b, c, d, o;
+            prmt.b32 a, $4, 0, 0x4140;
+            prmt.b32 b, $4, 0, 0x4342;
+            prmt.b32 o, $5, 0, 0x4140;
+            or.b32 o, o, 0x43004300;
+            shr.u32 c, a, 4;
+            shr.u32 d, b, 4;
+            lop3.b32 a, a, 0x000f000f, 0x43004300, 0xea;
+            lop3.b32 b, b, 0x000f000f, 0x43004300, 0xea;
+            lop3.b32 c, c, 0x000f000f, 0x43004300, 0xea;
+            lop3.b32 d, d, 0x000f000f, 0x43004300, 0xea;
+            sub.rn.bf16x2 $0, a, o;
+            sub.rn.bf16x2 $1, b, o;
+            sub.rn.bf16x2 $2, c, o;
+            sub.rn.bf16x2 $3, d, o;
+            }""", "=r,=r,=r,=r,r,r", [byte, origin[:, None]], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+        )
+        return low, high
+    elif dtype.primitive_bitwidth == 16:
         power: tl.constexpr = 0x4300 if dtype == tl.bfloat16 else 0x6400
         wide, shift = byte.to(tl.int16), (origin.to(tl.int16) | power).to(dtype, bitcast=True)
         low, high = ((wide & 15) | power).to(dtype, bitcast=True), ((wide >> 4) | power).to(dtype, bitcast=True)
+        return low - shift[:, None], high - shift[:, None]
     else:
         low, high, shift = (byte & 15).to(dtype), (byte >> 4).to(dtype), origin.to(dtype)
-    return low - shift[:, None], high - shift[:, None]
+        return low - shift[:, None], high - shift[:, None]
 
 
 @triton.jit
 def few_rows_kernel(
     x, numbers, scales, zeros, out, n_rows, n_columns, n_terms,
     LEVELS: tl.constexpr, SCALED: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr,
-    TERMS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, ASK: tl.constexpr, EARLY: tl.constexpr,
+    TERMS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, ASK: tl.constexpr, PACKED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """out [parts, n_rows, n_columns] is x [n_rows, n_terms] times a weight [n_columns, n_terms], by tensor cores.
 
@@ -342,7 +366,7 @@ def few_rows_kernel(
             at = x + row + (step * TERMS + tl.arange(0, n_read))[:, None]
             ahead = column * n_steps + tl.minimum(step + 1, end - 1)
             next_scale, next_origin = tl.load(scales + ahead), tl.load(zeros + ahead)
-            low, high = levels_of(tl.load(weight_at), origin, x.dtype.element_ty)
+            low, high = levels_of(tl.load(weight_at), origin, x.dtype.element_ty, PACKED)
             found = tl.dot(low, tl.load(at), input_precision="ieee")
             found = tl.dot(high, tl.load(at + n_read), found, input_precision="ieee")
             total += found * scale[:, None]
@@ -392,7 +416,7 @@ def few_rows(
     few_rows_kernel[(tiles, parts)](
         x.contiguous(), numbers, scales, zeros, out, len(x), n, n_terms, LEVELS=levels, SCALED=scaled, GATED=gated,
         EVEN=n_terms % terms == 0, TERMS=terms, ROWS=max(8, triton.next_power_of_2(len(x))), COLS=columns,
-        ASK=tile.ask, num_warps=tile.warps, num_stages=tile.stages, **launch_early(x.device),
+        ASK=tile.ask, PACKED=PACKED and launch_early(x.device)["EARLY"], num_warps=tile.warps, num_stages=tile.stages, **launch_early(x.device),
     )  # fmt: skip
     return out
 

@@ -46,7 +46,7 @@ ROW = WHOLES | {"x": B16, "gain": B16, "out": B16, "zeros": "*u8", "scales": F32
 for numbers, levels in (("*u8", True), ("*fp8e4nv", False), (B16, False)):
     weight = ROW | {"numbers": numbers}
     few: dict[str, Any] = {"LEVELS": levels, "SCALED": numbers == "*fp8e4nv", "GATED": False, "EVEN": True}
-    tile = {"TERMS": 128, "ROWS": 8, "COLS": 64, "ASK": 1024}
+    tile = {"TERMS": 128, "ROWS": 8, "COLS": 64, "ASK": 1024, "PACKED": True}
     build(few_rows_kernel, weight | {"out": F32}, few | tile | {"ROWS": 64})
     build(few_rows_kernel, weight, few | tile | {"GATED": True})
     if numbers != B16:
