@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from lib.fast.attention.one_row import one_row_attention
 from lib.fast.attention.paged import Tiles, prompt_attention
 from lib.fast.models import capture
 from lib.fast.parts.early import launch_early
@@ -23,6 +24,7 @@ from lib.fast.parts.packed import Packed, block_attention_kernel, pointers
 from lib.fast.parts.rows import add_norm, embed, gate, merge, one_row, rotate_and_store
 from lib.given.kernels.mode import HAS_TRITON, INTERPRETED, triton
 
+FUSED, ALONE, COLUMNS = True, 0, 0
 ATT: dict = {}
 CAP: dict = {}
 GRAPH_ROWS = 256  # of the largest graph
@@ -196,10 +198,13 @@ class Steps:
         tables = self._rows[self.fields.size :].view(-1, self.tables.shape[1])
         x, parts = embed(fields[0], self.sampled, self.model.tok_embeddings.weight), self._n_parts(size)
 
-        def attend(i: int, queries: Tensor) -> Tensor:
-            return self._attend_to_blocks(i, queries, tables, fields[3], parts)
+        def attend(i: int, qkv: Tensor) -> Tensor:
+            if FUSED and self._alone(x):
+                pools = self.cache.keys[i], self.cache.values[i]
+                return one_row_attention(qkv[0], self.model.rope, fields[2], *pools, tables, fields[3], ALONE or parts, COLUMNS or TILE)
+            return self._attend_to_blocks(i, self._stored(i, qkv, fields[1], fields[2], x.dtype), tables, fields[3], parts)
 
-        return self._logits(*self._blocks(x, fields[1], fields[2], attend))
+        return self._logits(*self._blocks(x, attend))
 
     @torch.no_grad()
     def prompts(
@@ -216,24 +221,35 @@ class Steps:
             tiles: The sequences' blocks, and how their queries are cut into tiles.
         """
 
-        def attend(i: int, queries: Tensor) -> Tensor:
+        x = self.model.tok_embeddings(tokens)
+
+        def attend(i: int, qkv: Tensor) -> Tensor:
+            queries = self._stored(i, qkv, positions, slots, x.dtype)
             return prompt_attention(queries, self.cache.keys[i], self.cache.values[i], tiles)
 
-        return self._logits(*self._blocks(self.model.tok_embeddings(tokens), positions, slots, attend), last)
+        return self._logits(*self._blocks(x, attend), last)
 
-    def _blocks(
-        self, x: Tensor, positions: Tensor, slots: Tensor, attend: Callable[[int, Tensor], Tensor]
-    ) -> tuple[Tensor, Tensor | None]:
-        """The residual stream x behind the last block, in place, and what is still to be added to it."""
-        cache, eps, added = self.cache, self.config.norm_eps, None
-        alone = len(x) == 1 and x.dtype != torch.float16  # in which a row times its gain can overflow
+    def _stored(self, i: int, qkv: Tensor, positions: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
+        """The rotated queries of layer i, whose keys and values are in the cache then."""
+        return rotate_and_store(qkv, self.model.rope, positions, slots, self.cache.keys[i], self.cache.values[i], dtype)
+
+    @staticmethod
+    def _alone(x: Tensor) -> bool:
+        """Whether x is one row, and not in float16, in which a row times its gain can overflow."""
+        return len(x) == 1 and x.dtype != torch.float16
+
+    def _blocks(self, x: Tensor, attend: Callable[[int, Tensor], Tensor]) -> tuple[Tensor, Tensor | None]:
+        """The residual stream x behind the last block, in place, and what is still to be added to it.
+
+        ``attend`` takes a layer and its queries, keys and values ``[P, N, (H + 2 G) D]``, in parts.
+        """
+        eps, added, alone = self.config.norm_eps, None, self._alone(x)
         for i, layer in enumerate(self.layers):
             if alone:
                 qkv = one_row(x, layer.wqkv, layer.attention_norm, eps)[None]
             else:
                 qkv = times(add_norm(x, added, layer.attention_norm, eps), layer.wqkv)
-            queries = rotate_and_store(qkv, self.model.rope, positions, slots, cache.keys[i], cache.values[i], x.dtype)
-            mean = attend(i, queries).reshape(len(x), -1)
+            mean = attend(i, qkv).reshape(len(x), -1)
             if alone:
                 one_row(mean, layer.wo, into=x)
                 one_row(one_row(x, layer.w13, layer.ffn_norm, eps, gated=True), layer.w2, into=x)

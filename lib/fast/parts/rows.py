@@ -21,8 +21,8 @@ AHEAD, TOGETHER = False, 4
 LONG_ROW = 4096  # terms from which a program reads longer pieces of fewer rows
 TILES = {
     "wide": ((8, 1024, 8), (4, 1024, 4), (4, 2048, 4)),
-    "float8": ((4, 2048, 4), (4, 512, 4), (4, 2048, 4)),
-    "int4": ((4, 32, 4), (8, 16, 4), (4, 16, 4)),
+    "float8": ((2, 2048, 4), (4, 512, 2), (4, 2048, 4)),
+    "int4": ((8, 64, 8), (8, 16, 4), (4, 16, 4)),
 }
 """Of a product of one row with long rows of the weight, of a gated one, and of any other: the columns of a program,
 the terms (for int4 the groups) that it reads at a time, and its warps. As measured on an H200."""

@@ -9,6 +9,7 @@ from triton import compile as compile_kernel
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from lib.fast.attention.one_row import one_row_attention_kernel
 from lib.fast.attention.paged import prompt_attention_kernel
 from lib.fast.attention.paged_variants import store_kernel, variant_attention_kernel
 from lib.fast.parts.narrow import few_rows_kernel, one_int4_row_kernel, widen_kernel
@@ -39,6 +40,8 @@ for cache, largest in CACHES.items():
     prompts = {"HEADS": 2, "QUERIES": 8, "SCALED": largest > 0}
     build(prompt_attention_kernel, {"queries": B16, "out": B16, **pools, **tiles}, sizes | prompts)
     queries = {"q": B16, "tables": I64, "lengths": I64, "o": F32, "lse": F32}
+    alone = {"qkv": B16, "rope": F32, "slots": I64, "tables": I64, "lengths": I64, "o": F32, "lse": F32, **pools}
+    build(one_row_attention_kernel, alone, sizes | {"ROWS": 16, "LARGEST": largest})
     build(block_attention_kernel, queries | pools, sizes | {"ROWS": 16, "SCALED": largest > 0, "LINES": 1})
 
 WHOLES = dict.fromkeys(("n_rows", "n_columns", "n_terms"), WHOLE) | {"eps": "fp32"}
