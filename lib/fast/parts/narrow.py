@@ -190,36 +190,70 @@ def four_of(x, GROUPS: tl.constexpr, WORDS: tl.constexpr):
 
 
 @triton.jit
-def level(words, BIT: tl.constexpr):
-    """1 + q / 16 for the level q in four bits of each word, which become part of a float32: faster than a conversion."""
-    moved = words << (19 - BIT) if BIT < 19 else words >> (BIT - 19)
-    return (moved & 0x780000 | 0x3F800000).to(tl.float32, bitcast=True)
+def eight_levels(words, PACKED: tl.constexpr):
+    """The levels q of each word, as part of a float32, which is faster than a conversion: 1 + q / 256 of the low four
+    bits of each byte, 1 + q / 16 of the high ones.
+    """
+    if PACKED:
+        a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 s, t, u, v;
+            shl.b32 s, $8, 15;
+            shl.b32 t, $8, 7;
+            shr.u32 u, $8, 1;
+            shr.u32 v, $8, 9;
+            lop3.b32 $0, s, 0x78000, 0x3f800000, 0xea;
+            lop3.b32 $1, t, 0x78000, 0x3f800000, 0xea;
+            lop3.b32 $2, u, 0x78000, 0x3f800000, 0xea;
+            lop3.b32 $3, v, 0x78000, 0x3f800000, 0xea;
+            lop3.b32 $4, s, 0x780000, 0x3f800000, 0xea;
+            lop3.b32 $5, t, 0x780000, 0x3f800000, 0xea;
+            lop3.b32 $6, u, 0x780000, 0x3f800000, 0xea;
+            lop3.b32 $7, v, 0x780000, 0x3f800000, 0xea;
+            }""",
+            "=r,=r,=r,=r,=r,=r,=r,=r,r", [words],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32),
+            is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        s, t, u, v = words << 15, words << 7, words >> 1, words >> 9
+        a, b, c, d = s & 0x78000 | 0x3F800000, t & 0x78000 | 0x3F800000, u & 0x78000 | 0x3F800000, v & 0x78000 | 0x3F800000
+        e, f, g, h = s & 0x780000 | 0x3F800000, t & 0x780000 | 0x3F800000, u & 0x780000 | 0x3F800000, v & 0x780000 | 0x3F800000
+    return (
+        a.to(tl.float32, bitcast=True), b.to(tl.float32, bitcast=True), c.to(tl.float32, bitcast=True),
+        d.to(tl.float32, bitcast=True), e.to(tl.float32, bitcast=True), f.to(tl.float32, bitcast=True),
+        g.to(tl.float32, bitcast=True), h.to(tl.float32, bitcast=True),
+    )  # fmt: skip
 
 
 @triton.jit
-def products_of_groups(words, scale, origin, low, high, sums, GROUPS: tl.constexpr, WORDS: tl.constexpr):
+def products_of_groups(
+    words, scale, origin, low, high, sums, offset, GROUPS: tl.constexpr, WORDS: tl.constexpr, PACKED: tl.constexpr
+):  # fmt: skip
     """The products of some groups of some rows of levels with those of a row of numbers, added up over the groups.
 
-    A group's sum of (1 + q / 16) x is computed first, and what it has too much is taken off.
+    The numbers in ``low`` are 16 times those of the row. A group's sum of what `eight_levels` gives times these is
+    computed first, and what it has too much is taken off.
     """
-    a, b, c, d = four_of(low, GROUPS, WORDS)
-    found = level(words, 0) * a[:, None, :]
-    found += level(words, 8) * b[:, None, :]
-    found += level(words, 16) * c[:, None, :]
-    found += level(words, 24) * d[:, None, :]
-    a, b, c, d = four_of(high, GROUPS, WORDS)
-    found += level(words, 4) * a[:, None, :]
-    found += level(words, 12) * b[:, None, :]
-    found += level(words, 20) * c[:, None, :]
-    found += level(words, 28) * d[:, None, :]
-    return tl.sum(scale * (16.0 * tl.sum(found, 2) - (16.0 + origin) * sums[:, None]), 0)
+    i, j, k, m = four_of(low, GROUPS, WORDS)
+    a, b, c, d, e, f, g, h = eight_levels(words, PACKED)
+    found = a * i[:, None, :]
+    found += b * j[:, None, :]
+    found += c * k[:, None, :]
+    found += d * m[:, None, :]
+    i, j, k, m = four_of(high, GROUPS, WORDS)
+    found += e * i[:, None, :]
+    found += f * j[:, None, :]
+    found += g * k[:, None, :]
+    found += h * m[:, None, :]
+    return tl.sum(scale * (16.0 * (tl.sum(found, 2) - offset[:, None]) - origin * sums[:, None]), 0)
 
 
 @triton.jit
 def one_int4_row_kernel(
     x, words, scales, zeros, gain, out, n_columns, n_groups, eps,
     NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr,
-    COLS: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, EARLY: tl.constexpr,
+    COLS: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """As `lib.fast.parts.rows.one_row_kernel`, for a weight of levels; GROUP numbers share a scale and a zero point.
 
@@ -242,7 +276,7 @@ def one_int4_row_kernel(
     if GATED:
         here2, scale2, origin2 = groups_ahead(words, scales, zeros, behind, inside, group, at, n_groups, GROUP)
     wait_for_the_kernel_ahead(EARLY)
-    for start in range(0, n_groups, GROUPS):
+    for step in tl.static_range(STEPS):
         known, place = (group < n_groups)[:, None], group[:, None] * GROUP + half[None, :]
         low = tl.load(x + place, mask=known, other=0.0).to(tl.float32)
         high = tl.load(x + place + GROUP // 2, mask=known, other=0.0).to(tl.float32)
@@ -251,11 +285,12 @@ def one_int4_row_kernel(
             low *= tl.load(gain + place, mask=known, other=0.0).to(tl.float32)
             high *= tl.load(gain + place + GROUP // 2, mask=known, other=0.0).to(tl.float32)
             low, high = low.to(dtype).to(tl.float32), high.to(dtype).to(tl.float32)
-        sums = tl.sum(low + high, 1)
-        first += products_of_groups(here, scale, origin, low, high, sums, GROUPS, size)
+        sums, low = tl.sum(low + high, 1), low * 16.0
+        offset = tl.sum(low + high, 1)
+        first += products_of_groups(here, scale, origin, low, high, sums, offset, GROUPS, size, EARLY)
         if GATED:
-            second += products_of_groups(here2, scale2, origin2, low, high, sums, GROUPS, size)
-        if start + GROUPS < n_groups:
+            second += products_of_groups(here2, scale2, origin2, low, high, sums, offset, GROUPS, size, EARLY)
+        if step + 1 < STEPS:
             group += GROUPS
             at += GROUPS * size
             inside = is_column[None, :] & (group < n_groups)[:, None]
@@ -278,7 +313,7 @@ def one_int4_row(
     one_int4_row_kernel[(triton.cdiv(n_columns, columns),)](
         x, weight.numbers.view(torch.int32), weight.scales, weight.zeros, gain, out, n_columns, weight.scales.shape[1], eps,
         NORM=gain is not None, GATED=gated, ADD=into is not None, COLS=columns, GROUPS=groups, GROUP=weight.group,
-        num_warps=warps, maxnreg=MAXNREG.get(gated), **launch_early(x.device),
+        STEPS=triton.cdiv(weight.scales.shape[1], groups),        num_warps=warps, maxnreg=MAXNREG.get(gated), **launch_early(x.device),
     )  # fmt: skip
     return out
 
