@@ -19,17 +19,16 @@ from lib.fast.attention.one_row import one_row_attention
 from lib.fast.attention.paged import Tiles, prompt_attention
 from lib.fast.models import capture
 from lib.fast.parts.early import launch_early
-from lib.fast.parts.narrow import MANY_ROWS, SOME_ROWS, Narrow, NarrowLinear, few_rows, join, tile_of, widen
+from lib.fast.parts.narrow import MANY_ROWS, SOME_ROWS, Narrow, NarrowLinear, few_rows, join, widen
+from lib.fast.parts.one_row import one_row
 from lib.fast.parts.packed import Packed, block_attention_kernel, pointers
-from lib.fast.parts.rows import add_norm, embed, gate, merge, one_row, rotate_and_store
+from lib.fast.parts.rows import add_norm, embed, gate, merge, rotate_and_store
 from lib.given.kernels.mode import HAS_TRITON, INTERPRETED, triton
 
-FUSED, ALONE, COLUMNS = True, 0, 0
-ATT: dict = {}
-CAP: dict = {}
 GRAPH_ROWS = 256  # of the largest graph
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 TILE = 16 if INTERPRETED else 64  # positions that the paged kernel reads at a time
+MOST_PARTS = 16  # of a sequence's positions, which different programs attend to
 FIELDS = 4  # of a sequence, before its table: token, position, slot, length
 PADDING = np.array([[0], [0], [-1], [0]])  # where a batch has no sequence: nothing is written, nothing is attended to
 
@@ -104,7 +103,7 @@ def times(x: Float[Tensor, "n c"], weight: Tensor | Narrow) -> Float[Tensor, "p 
 
 def gated(x: Float[Tensor, "n c"], weight: Tensor | Narrow) -> Float[Tensor, "n f"]:
     """``silu(first half) * second half`` of the product of rows with a weight."""
-    if takes_few(x, weight) and tile_of(x, weight).gates:
+    if takes_few(x, weight) and len(x) > SOME_ROWS:
         return few_rows(x, weight, gated=True)[0]
     return gate(times(x, weight) if isinstance(weight, Narrow) else nn.functional.linear(x, weight)[None], x.dtype)
 
@@ -199,10 +198,12 @@ class Steps:
         x, parts = embed(fields[0], self.sampled, self.model.tok_embeddings.weight), self._n_parts(size)
 
         def attend(i: int, qkv: Tensor) -> Tensor:
-            if FUSED and self._alone(x):
+            if self._alone(x):
                 pools = self.cache.keys[i], self.cache.values[i]
-                return one_row_attention(qkv[0], self.model.rope, fields[2], *pools, tables, fields[3], ALONE or parts, COLUMNS or TILE)
-            return self._attend_to_blocks(i, self._stored(i, qkv, fields[1], fields[2], x.dtype), tables, fields[3], parts)
+                return one_row_attention(qkv[0], self.model.rope, fields[2], *pools, tables, fields[3], parts, TILE)
+            return self._attend_to_blocks(
+                i, self._stored(i, qkv, fields[1], fields[2], x.dtype), tables, fields[3], parts
+            )
 
         return self._logits(*self._blocks(x, attend))
 
@@ -267,8 +268,8 @@ class Steps:
     def _n_parts(self, batch: int) -> int:
         """Parts of a sequence's positions, a power of two: about four programs a processor, at most one part a tile."""
         n_tiles = -(-self.config.context_len // TILE)
-        most = min(n_tiles, 4 * self.processors // max(1, batch * self.cache.keys.shape[3]))
-        return min(1 << max(0, most.bit_length() - 1), CAP.get(batch <= SOME_ROWS, 16))
+        most = min(MOST_PARTS, n_tiles, 4 * self.processors // max(1, batch * self.cache.keys.shape[3]))
+        return 1 << max(0, most.bit_length() - 1)
 
     def _attend_to_blocks(self, i: int, queries: Tensor, tables: Tensor, lengths: Tensor, n_parts: int) -> Tensor:
         keys, values, batch = self.cache.keys[i], self.cache.values[i], len(queries)
@@ -279,13 +280,12 @@ class Steps:
         (k, k_scales, largest), (v, v_scales, _) = pointers(keys), pointers(values)
         few, n_bytes = batch <= SOME_ROWS, triton.next_power_of_2(width) * k.element_size()
         is_long = not few and width * queries.element_size() <= 256  # of which shared memory has room for two
-        cols, warps, stages, lines = ATT.get(few) or (TILE << is_long, 4, 2 if is_long else 3, few)
         block_attention_kernel[(batch, n_kv_heads, n_parts)](
             queries, k, v, k_scales, v_scales, tables, lengths, o, lse, width**-0.5, n_heads, tables.shape[1],
             SIZE=size, GROUP=n_heads // n_kv_heads, D=width, WIDTH=triton.next_power_of_2(width),
-            ROWS=max(16, triton.next_power_of_2(n_heads // n_kv_heads)), COLS=cols,
-            SCALED=largest > 0, LINES=triton.cdiv(n_bytes, 128) if lines else 0,
-            num_warps=warps, num_stages=stages, **launch_early(queries.device),
+            ROWS=max(16, triton.next_power_of_2(n_heads // n_kv_heads)), COLS=TILE << is_long,
+            SCALED=largest > 0, LINES=triton.cdiv(n_bytes, 128) if few else 0,
+            num_warps=4, num_stages=2 if is_long else 3, **launch_early(queries.device),
         )  # fmt: skip
         return merge(o, lse, queries.dtype) if n_parts > 1 else o[0]
 

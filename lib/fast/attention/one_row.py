@@ -16,9 +16,6 @@ from lib.fast.parts.rows import merge
 from lib.given.kernels.mode import tl, triton
 
 
-WARPS = 4
-
-
 @triton.jit
 def rotated(at, dims, inside, cos, sin):
     """Numbers at ``at + dims``, each pair of them rotated."""
@@ -153,7 +150,7 @@ def one_row_attention(
     one_row_attention_kernel[(n_kv_heads, n_parts)](
         qkv, torch.view_as_real(rope), slots, k, v, k_scales, v_scales, tables, lengths, o, lse, width**-0.5, n_heads,
         n_kv_heads, SIZE=size, GROUP=group, D=width, WIDTH=triton.next_power_of_2(width),
-        ROWS=max(16, triton.next_power_of_2(group)), COLS=columns, LARGEST=largest, num_warps=WARPS, num_stages=1,
+        ROWS=max(16, triton.next_power_of_2(group)), COLS=columns, LARGEST=largest, num_warps=4, num_stages=1,
         **launch_early(qkv.device),
     )  # fmt: skip
     return merge(o, lse, qkv.dtype) if n_parts > 1 else o[0]

@@ -19,8 +19,8 @@ from lib.given.kernels.mode import tl, triton
 
 SOME_ROWS = 16  # up to which a product's parts are small beside its weight
 MANY_ROWS = 64  # above it a wide copy of the weight costs less than its arithmetic
-COLUMNS = 64  # of a product that a program computes: as many as a tile of the tensor cores has
-TERMS = 128  # that it reads at a time; of levels it reads a group
+LONG_ROW = 4096  # terms from which a program reads longer pieces of fewer rows
+TERMS = 128  # that a program of few rows reads at a time; of levels it reads a group
 
 
 class Tile(NamedTuple):
@@ -31,29 +31,25 @@ class Tile(NamedTuple):
         ask: Bytes of each row of the weight that are asked for before x is there.
         programs: For each processor, at most, where the terms are cut into parts.
         parts: Of the terms, at most, which different programs sum.
-        gates: Whether a program of a gated product computes both halves; if not, a kernel of its own gates.
+        columns: Of the product that a program computes, a multiple of the 64 of the tensor cores' tile.
     """
 
     stages: int
     ask: int
     programs: int
     parts: int
-    gates: bool
-    columns: int = COLUMNS
-    warps: int = 4
+    columns: int = 64
 
 
 TILES = {
-    "wide": (Tile(3, 256, 3, 8, False), Tile(3, 256, 3, 4, True)),
-    "float8": (Tile(3, 256, 6, 16, False), Tile(4, 512, 3, 4, True)),
-    "int4": (Tile(3, 256, 6, 16, False), Tile(4, 512, 3, 8, True)),
+    "wide": (Tile(3, 256, 3, 8), Tile(3, 256, 3, 4), Tile(4, 512, 3, 4), Tile(4, 256, 3, 4, 128)),
+    "float8": (Tile(3, 256, 6, 16), Tile(4, 512, 3, 4), Tile(4, 512, 3, 4), Tile(4, 512, 3, 4)),
+    "int4": (Tile(3, 256, 6, 16), Tile(4, 512, 3, 8), Tile(4, 512, 3, 8), Tile(4, 512, 3, 8)),
 }
-"""For at most `SOME_ROWS` and for more. As measured on an H200."""
+"""For at most `SOME_ROWS`; and for more: of a product, one with long rows of the weight, and a gated one.
 
-
-SPECIAL: dict = {}
-MAXNREG: dict = {}
-PACKED = True
+As measured on an H200.
+"""
 
 
 class Narrow(NamedTuple):
@@ -152,173 +148,6 @@ def join(layers: Sequence[NarrowLinear]) -> Narrow:
 
 
 @triton.jit
-def gate_and_add(first, second, at, inside, GATED: tl.constexpr, ADD: tl.constexpr):
-    """What follows a product, before it is stored at ``at``: with GATED silu of the first times the second, with ADD
-    the sum with what is there. Each result is rounded to the dtype of ``at``, as kernels of their own would round it.
-    """
-    dtype = at.dtype.element_ty
-    total = first
-    if GATED:
-        gate = first.to(dtype).to(tl.float32)
-        gate = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
-        total = gate * second.to(dtype).to(tl.float32)
-    if ADD:
-        total = total.to(dtype).to(tl.float32) + tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    return total.to(dtype)
-
-
-@triton.jit
-def groups_ahead(words, scales, zeros, columns, inside, group, at, n_groups, GROUP: tl.constexpr):
-    """The levels of some groups of some rows, eight in a word, and their scales and origins."""
-    column = columns.to(tl.int64)[None, :] * n_groups
-    levels = tl.load(words + (column * (GROUP // 8))[:, :, None] + at[:, None, :], mask=inside[:, :, None], other=0)
-    where = column + group[:, None]
-    return (
-        levels,
-        tl.load(scales + where, mask=inside, other=0.0),
-        tl.load(zeros + where, mask=inside, other=0).to(tl.float32),
-    )
-
-
-@triton.jit
-def four_of(x, GROUPS: tl.constexpr, WORDS: tl.constexpr):
-    """x [GROUPS, 4 WORDS] as four [GROUPS, WORDS]: every fourth number, from the first, the second, ... on."""
-    even, odd = tl.split(tl.reshape(x, [GROUPS, WORDS, 2, 2]))
-    first, third = tl.split(even)
-    second, fourth = tl.split(odd)
-    return first, second, third, fourth
-
-
-@triton.jit
-def eight_levels(words, PACKED: tl.constexpr):
-    """The levels q of each word, as part of a float32, which is faster than a conversion: 1 + q / 256 of the low four
-    bits of each byte, 1 + q / 16 of the high ones.
-    """
-    if PACKED:
-        a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 s, t, u, v;
-            shl.b32 s, $8, 15;
-            shl.b32 t, $8, 7;
-            shr.u32 u, $8, 1;
-            shr.u32 v, $8, 9;
-            lop3.b32 $0, s, 0x78000, 0x3f800000, 0xea;
-            lop3.b32 $1, t, 0x78000, 0x3f800000, 0xea;
-            lop3.b32 $2, u, 0x78000, 0x3f800000, 0xea;
-            lop3.b32 $3, v, 0x78000, 0x3f800000, 0xea;
-            lop3.b32 $4, s, 0x780000, 0x3f800000, 0xea;
-            lop3.b32 $5, t, 0x780000, 0x3f800000, 0xea;
-            lop3.b32 $6, u, 0x780000, 0x3f800000, 0xea;
-            lop3.b32 $7, v, 0x780000, 0x3f800000, 0xea;
-            }""",
-            "=r,=r,=r,=r,=r,=r,=r,=r,r", [words],
-            dtype=(tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32),
-            is_pure=True, pack=1,
-        )  # fmt: skip
-    else:
-        s, t, u, v = words << 15, words << 7, words >> 1, words >> 9
-        a, b, c, d = s & 0x78000 | 0x3F800000, t & 0x78000 | 0x3F800000, u & 0x78000 | 0x3F800000, v & 0x78000 | 0x3F800000
-        e, f, g, h = s & 0x780000 | 0x3F800000, t & 0x780000 | 0x3F800000, u & 0x780000 | 0x3F800000, v & 0x780000 | 0x3F800000
-    return (
-        a.to(tl.float32, bitcast=True), b.to(tl.float32, bitcast=True), c.to(tl.float32, bitcast=True),
-        d.to(tl.float32, bitcast=True), e.to(tl.float32, bitcast=True), f.to(tl.float32, bitcast=True),
-        g.to(tl.float32, bitcast=True), h.to(tl.float32, bitcast=True),
-    )  # fmt: skip
-
-
-@triton.jit
-def products_of_groups(
-    words, scale, origin, low, high, sums, offset, GROUPS: tl.constexpr, WORDS: tl.constexpr, PACKED: tl.constexpr
-):  # fmt: skip
-    """The products of some groups of some rows of levels with those of a row of numbers, added up over the groups.
-
-    The numbers in ``low`` are 16 times those of the row. A group's sum of what `eight_levels` gives times these is
-    computed first, and what it has too much is taken off.
-    """
-    i, j, k, m = four_of(low, GROUPS, WORDS)
-    a, b, c, d, e, f, g, h = eight_levels(words, PACKED)
-    found = a * i[:, None, :]
-    found += b * j[:, None, :]
-    found += c * k[:, None, :]
-    found += d * m[:, None, :]
-    i, j, k, m = four_of(high, GROUPS, WORDS)
-    found += e * i[:, None, :]
-    found += f * j[:, None, :]
-    found += g * k[:, None, :]
-    found += h * m[:, None, :]
-    return tl.sum(scale * (16.0 * (tl.sum(found, 2) - offset[:, None]) - origin * sums[:, None]), 0)
-
-
-@triton.jit
-def one_int4_row_kernel(
-    x, words, scales, zeros, gain, out, n_columns, n_groups, eps,
-    NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr,
-    COLS: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """As `lib.fast.parts.rows.one_row_kernel`, for a weight of levels; GROUP numbers share a scale and a zero point.
-
-    Bytes moved: the levels and their scales once. FLOPs: two for each level.
-    """
-    columns, half = tl.program_id(0) * COLS + tl.arange(0, COLS), tl.arange(0, GROUP // 2)
-    is_column, behind, group = columns < n_columns, n_columns + columns, tl.arange(0, GROUPS)
-    size: tl.constexpr = GROUP // 8
-    dtype = out.dtype.element_ty
-    first, second = tl.zeros([COLS], tl.float32), tl.zeros([COLS], tl.float32)
-    squares = tl.zeros([GROUPS], tl.float32)
-    if EARLY:
-        n_bytes = n_groups * (GROUP // 2)
-        ask_for_rows(words, columns, n_columns, n_bytes, n_bytes, 16)
-        if GATED:
-            ask_for_rows(words + n_columns.to(tl.int64) * (n_bytes // 4), columns, n_columns, n_bytes, n_bytes, 16)
-    inside = is_column[None, :] & (group < n_groups)[:, None]
-    at = group[:, None] * size + tl.arange(0, size)[None, :]
-    here, scale, origin = groups_ahead(words, scales, zeros, columns, inside, group, at, n_groups, GROUP)
-    if GATED:
-        here2, scale2, origin2 = groups_ahead(words, scales, zeros, behind, inside, group, at, n_groups, GROUP)
-    wait_for_the_kernel_ahead(EARLY)
-    for step in tl.static_range(STEPS):
-        known, place = (group < n_groups)[:, None], group[:, None] * GROUP + half[None, :]
-        low = tl.load(x + place, mask=known, other=0.0).to(tl.float32)
-        high = tl.load(x + place + GROUP // 2, mask=known, other=0.0).to(tl.float32)
-        if NORM:
-            squares += tl.sum(low * low + high * high, 1)
-            low *= tl.load(gain + place, mask=known, other=0.0).to(tl.float32)
-            high *= tl.load(gain + place + GROUP // 2, mask=known, other=0.0).to(tl.float32)
-            low, high = low.to(dtype).to(tl.float32), high.to(dtype).to(tl.float32)
-        sums, low = tl.sum(low + high, 1), low * 16.0
-        offset = tl.sum(low + high, 1)
-        first += products_of_groups(here, scale, origin, low, high, sums, offset, GROUPS, size, EARLY)
-        if GATED:
-            second += products_of_groups(here2, scale2, origin2, low, high, sums, offset, GROUPS, size, EARLY)
-        if step + 1 < STEPS:
-            group += GROUPS
-            at += GROUPS * size
-            inside = is_column[None, :] & (group < n_groups)[:, None]
-            here, scale, origin = groups_ahead(words, scales, zeros, columns, inside, group, at, n_groups, GROUP)
-            if GATED:
-                here2, scale2, origin2 = groups_ahead(words, scales, zeros, behind, inside, group, at, n_groups, GROUP)
-    factor = tl.rsqrt(tl.sum(squares, 0) / (n_groups * GROUP) + eps) if NORM else 1.0
-    found = gate_and_add(first * factor, second * factor, out + columns, is_column, GATED, ADD)
-    tl.store(out + columns, found, mask=is_column)
-
-
-def one_int4_row(
-    x: Float[Tensor, "1 k"], weight: Narrow, gain: Tensor | None, eps: float, gated: bool, into: Tensor | None,
-    tile: tuple[int, int, int],
-) -> Float[Tensor, "1 n"]:  # fmt: skip
-    """As `lib.fast.parts.rows.one_row`; the tile is of columns and groups, and has so many warps."""
-    assert weight.zeros is not None
-    n_columns, (columns, groups, warps) = weight.n_columns // 2 if gated else weight.n_columns, tile
-    out = x.new_empty(1, n_columns) if into is None else into
-    one_int4_row_kernel[(triton.cdiv(n_columns, columns),)](
-        x, weight.numbers.view(torch.int32), weight.scales, weight.zeros, gain, out, n_columns, weight.scales.shape[1], eps,
-        NORM=gain is not None, GATED=gated, ADD=into is not None, COLS=columns, GROUPS=groups, GROUP=weight.group,
-        STEPS=triton.cdiv(weight.scales.shape[1], groups),        num_warps=warps, maxnreg=MAXNREG.get(gated), **launch_early(x.device),
-    )  # fmt: skip
-    return out
-
-
-@triton.jit
 def levels_of(byte, origin, dtype: tl.constexpr, PACKED: tl.constexpr):
     """The two levels of each byte [n, k] minus their origin [n], in dtype.
 
@@ -343,25 +172,28 @@ def levels_of(byte, origin, dtype: tl.constexpr, PACKED: tl.constexpr):
             sub.rn.bf16x2 $1, b, o;
             sub.rn.bf16x2 $2, c, o;
             sub.rn.bf16x2 $3, d, o;
-            }""", "=r,=r,=r,=r,r,r", [byte, origin[:, None]], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+            }""",
+            "=r,=r,=r,=r,r,r",
+            [byte, origin[:, None]],
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=4,
         )
         return low, high
-    elif dtype.primitive_bitwidth == 16:
+    if dtype.primitive_bitwidth == 16:
         power: tl.constexpr = 0x4300 if dtype == tl.bfloat16 else 0x6400
         wide, shift = byte.to(tl.int16), (origin.to(tl.int16) | power).to(dtype, bitcast=True)
         low, high = ((wide & 15) | power).to(dtype, bitcast=True), ((wide >> 4) | power).to(dtype, bitcast=True)
         return low - shift[:, None], high - shift[:, None]
-    else:
-        low, high, shift = (byte & 15).to(dtype), (byte >> 4).to(dtype), origin.to(dtype)
-        return low - shift[:, None], high - shift[:, None]
+    low, high, shift = (byte & 15).to(dtype), (byte >> 4).to(dtype), origin.to(dtype)
+    return low - shift[:, None], high - shift[:, None]
 
 
 @triton.jit
 def few_rows_kernel(
     x, numbers, scales, zeros, out, n_rows, n_columns, n_terms,
     LEVELS: tl.constexpr, SCALED: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr,
-    TERMS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, ASK: tl.constexpr, PACKED: tl.constexpr,
-    EARLY: tl.constexpr,
+    TERMS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, ASK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """out [parts, n_rows, n_columns] is x [n_rows, n_terms] times a weight [n_columns, n_terms], by tensor cores.
 
@@ -401,7 +233,7 @@ def few_rows_kernel(
             at = x + row + (step * TERMS + tl.arange(0, n_read))[:, None]
             ahead = column * n_steps + tl.minimum(step + 1, end - 1)
             next_scale, next_origin = tl.load(scales + ahead), tl.load(zeros + ahead)
-            low, high = levels_of(tl.load(weight_at), origin, x.dtype.element_ty, PACKED)
+            low, high = levels_of(tl.load(weight_at), origin, x.dtype.element_ty, EARLY)
             found = tl.dot(low, tl.load(at), input_precision="ieee")
             found = tl.dot(high, tl.load(at + n_read), found, input_precision="ieee")
             total += found * scale[:, None]
@@ -424,11 +256,11 @@ def few_rows_kernel(
     tl.store(to, total.to(dtype), mask=(rows < n_rows)[None, :] & (columns < n_columns)[:, None])
 
 
-def tile_of(x: Float[Tensor, "n k"], weight: Tensor | Narrow) -> Tile:
+def tile_of(x: Float[Tensor, "n k"], weight: Tensor | Narrow, gated: bool = False) -> Tile:
     """The tile of a product of few rows."""
     kind = "wide" if isinstance(weight, Tensor) else "float8" if weight.zeros is None else "int4"
-    more = len(x) > SOME_ROWS
-    return SPECIAL.get((kind, more, len(weight[0] if isinstance(weight, Narrow) else weight), x.shape[1]), TILES[kind][more])
+    way = 0 if len(x) <= SOME_ROWS else 3 if gated else 2 if x.shape[1] >= LONG_ROW else 1
+    return TILES[kind][way]
 
 
 def few_rows(
@@ -438,20 +270,19 @@ def few_rows(
 
     One part has the dtype of x, more are float32. Gated, it is ``silu(first half) * second half``, in one part.
     """
-    tile, terms = tile_of(x, weight), TERMS
+    tile, terms = tile_of(x, weight, gated), TERMS
     numbers, scales, zeros = weight if isinstance(weight, Narrow) else (weight, None, None)
     levels, scaled = zeros is not None, zeros is None and scales is not None
     if isinstance(weight, Narrow) and levels:
         terms = weight.group
     n, n_terms = len(numbers) // 2 if gated else len(numbers), x.shape[1]
-    columns = tile.columns
-    tiles = triton.cdiv(n, columns // 2 if gated else columns)
+    tiles = triton.cdiv(n, tile.columns // 2 if gated else tile.columns)
     parts = 1 if gated else n_parts(tiles, x.device, tile)
     out = x.new_empty(parts, len(x), n, dtype=torch.float32 if parts > 1 else x.dtype)
     few_rows_kernel[(tiles, parts)](
         x.contiguous(), numbers, scales, zeros, out, len(x), n, n_terms, LEVELS=levels, SCALED=scaled, GATED=gated,
-        EVEN=n_terms % terms == 0, TERMS=terms, ROWS=max(8, triton.next_power_of_2(len(x))), COLS=columns,
-        ASK=tile.ask, PACKED=PACKED and launch_early(x.device)["EARLY"], num_warps=tile.warps, num_stages=tile.stages, **launch_early(x.device),
+        EVEN=n_terms % terms == 0, TERMS=terms, ROWS=max(8, triton.next_power_of_2(len(x))), COLS=tile.columns,
+        ASK=tile.ask, num_warps=tile.columns // 16, num_stages=tile.stages, **launch_early(x.device),
     )  # fmt: skip
     return out
 

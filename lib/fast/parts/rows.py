@@ -2,8 +2,7 @@
 
 With so few rows every product reads its whole weight for little arithmetic, so memory traffic sets the time of a step.
 Each launch, and each small tensor that is written only to be read again, adds to it.
-For a single row, the norm before a product, the gate behind it and the residual stream's sum are part of the product's
-kernel. A product of more rows may come in parts, which the next kernel adds up as it reads them.
+A product may come in parts, which the next kernel adds up as it reads them.
 """
 
 from typing import Any
@@ -12,117 +11,11 @@ import torch
 from jaxtyping import Complex, Float, Int
 from torch import Tensor
 
-from lib.fast.parts.early import ask_for_rows, launch_early, wait_for_the_kernel_ahead
-from lib.fast.parts.narrow import Narrow, gate_and_add, one_int4_row
+from lib.fast.parts.early import launch_early, wait_for_the_kernel_ahead
 from lib.fast.parts.packed import pointers
 from lib.given.kernels.mode import tl, triton
 
-AHEAD, TOGETHER = False, 4
-LONG_ROW = 4096  # terms from which a program reads longer pieces of fewer rows
-TILES = {
-    "wide": ((8, 1024, 8), (4, 1024, 4), (4, 2048, 4)),
-    "float8": ((2, 2048, 4), (4, 512, 2), (4, 2048, 4)),
-    "int4": ((8, 64, 8), (8, 16, 4), (4, 16, 4)),
-}
-"""Of a product of one row with long rows of the weight, of a gated one, and of any other: the columns of a program,
-the terms (for int4 the groups) that it reads at a time, and its warps. As measured on an H200."""
-
-
-@triton.jit
-def sum_of_eight(x):
-    """x [n, m] with the sum of each eight numbers of a row, which one thread has, in their place."""
-    return tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] // 8, 8]), 2)
-
-
-@triton.jit
-def one_row_kernel(
-    x, weight, scales, gain, out, n_columns, n_terms, eps,
-    SCALED: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, EVEN: tl.constexpr,
-    COLS: tl.constexpr, TERMS: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """out [n_columns] is the product of weight [n_columns, n_terms] and x [n_terms]; a program computes COLS numbers
-    of it.
-
-    With SCALED, each row of the weight is multiplied by its scale in scales.
-    With NORM, x is first divided by its root mean square and multiplied by gain.
-    With GATED the weight has twice as many rows, and out is silu of the first half's product times the second half's.
-    With ADD the product is added to out. EVEN: TERMS divides n_terms.
-    Bytes moved: the weight once. FLOPs: two for each number of the weight.
-    """
-    columns, terms = tl.program_id(0) * COLS + tl.arange(0, COLS), tl.arange(0, TERMS)
-    is_column = columns < n_columns
-    at = weight + columns.to(tl.int64)[:, None] * n_terms + terms[None, :]
-    behind = n_columns.to(tl.int64) * n_terms
-    if EARLY:
-        n_bytes = n_terms * (weight.dtype.element_ty.primitive_bitwidth // 8)
-        ask_for_rows(weight, columns, n_columns, n_bytes, n_bytes, 32)
-        if GATED:
-            ask_for_rows(weight + behind, columns, n_columns, n_bytes, n_bytes, 32)
-    if AHEAD:
-        inside = is_column[:, None] & (EVEN | (terms < n_terms))[None, :]
-        weight_here = tl.load(at, mask=inside, other=0.0)
-        if GATED:
-            gate_here = tl.load(at + behind, mask=inside, other=0.0)
-    wait_for_the_kernel_ahead(EARLY)
-    first, second = tl.zeros([COLS, TERMS // 8], tl.float32), tl.zeros([COLS, TERMS // 8], tl.float32)
-    squares = tl.zeros([TERMS], tl.float32)
-    dtype = out.dtype.element_ty
-    for start in range(0, n_terms, TERMS):
-        is_term = EVEN | (start + terms < n_terms)
-        inside = is_column[:, None] & is_term[None, :]
-        if not AHEAD:
-            weight_here = tl.load(at + start, mask=inside, other=0.0)
-            if GATED:
-                gate_here = tl.load(at + behind + start, mask=inside, other=0.0)
-        row = tl.load(x + start + terms, mask=is_term, other=0.0).to(tl.float32)
-        if NORM:
-            squares += row * row
-            row = (row * tl.load(gain + start + terms, mask=is_term, other=0.0).to(tl.float32)).to(dtype).to(tl.float32)
-        first += sum_of_eight(weight_here.to(tl.float32) * row[None, :])
-        if GATED:
-            second += sum_of_eight(gate_here.to(tl.float32) * row[None, :])
-        if AHEAD:
-            inside = is_column[:, None] & (start + TERMS + terms < n_terms)[None, :]
-            weight_here = tl.load(at + start + TERMS, mask=inside, other=0.0)
-            if GATED:
-                gate_here = tl.load(at + behind + start + TERMS, mask=inside, other=0.0)
-    scale = tl.rsqrt(tl.sum(squares, 0) / n_terms + eps) if NORM else 1.0
-    one, two = tl.sum(first, 1) * scale, tl.sum(second, 1) * scale
-    if SCALED:
-        one *= tl.load(scales + columns, mask=is_column, other=0.0)
-        if GATED:
-            two *= tl.load(scales + n_columns + columns, mask=is_column, other=0.0)
-    tl.store(out + columns, gate_and_add(one, two, out + columns, is_column, GATED, ADD), mask=is_column)
-
-
-def one_row(
-    x: Float[Tensor, "1 c"], weight: Float[Tensor, "f c"] | Narrow, gain: Tensor | None = None, eps: float = 0.0,
-    gated: bool = False, into: Tensor | None = None,
-) -> Float[Tensor, "1 f"]:  # fmt: skip
-    """The product of one row with a weight ``[F, C]``; all tensors but a narrow weight are contiguous and of one
-    dtype.
-
-    Args:
-        x: ``[1, C]``.
-        weight: ``[F, C]``, or ``[2 F, C]`` if the product is gated; perhaps narrow.
-        gain: ``[C]``; if given, the row is normalised (RMSNorm with ``eps``) and multiplied by it.
-        eps: Of the norm.
-        gated: Return ``silu(first half) * second half`` of the product.
-        into: ``[1, F]``; if given, the product is added to it, in place.
-    """
-    way = 0 if x.shape[1] >= LONG_ROW else 1 if gated else 2
-    if isinstance(weight, Narrow) and weight.zeros is not None:
-        return one_int4_row(x, weight, gain, eps, gated, into, TILES["int4"][way])
-    wide, scales, _ = weight if isinstance(weight, Narrow) else (weight, None, None)
-    n_columns, n_terms = len(wide) // 2 if gated else len(wide), x.shape[1]
-    out = x.new_empty(1, n_columns) if into is None else into
-    columns, terms, warps = TILES["wide" if scales is None else "float8"][way]
-    one_row_kernel[(triton.cdiv(n_columns, columns),)](
-        x, wide, scales, gain, out, n_columns, n_terms, eps, SCALED=scales is not None, NORM=gain is not None,
-        GATED=gated, ADD=into is not None, EVEN=n_terms % terms == 0, COLS=columns, TERMS=terms, AHEAD=AHEAD,
-        num_warps=warps, num_stages=1, **launch_early(x.device),
-    )  # fmt: skip
-    return out
+TOGETHER = 4  # heads that a program takes at most, as measured on an H200
 
 
 @triton.jit

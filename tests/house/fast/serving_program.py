@@ -12,9 +12,10 @@ from triton.compiler import ASTSource
 from lib.fast.attention.one_row import one_row_attention_kernel
 from lib.fast.attention.paged import prompt_attention_kernel
 from lib.fast.attention.paged_variants import store_kernel, variant_attention_kernel
-from lib.fast.parts.narrow import few_rows_kernel, one_int4_row_kernel, widen_kernel
+from lib.fast.parts.narrow import few_rows_kernel, widen_kernel
+from lib.fast.parts.one_row import one_int4_row_kernel, one_row_kernel
 from lib.fast.parts.packed import block_attention_kernel
-from lib.fast.parts.rows import one_row_kernel, rotate_and_store_kernel
+from lib.fast.parts.rows import rotate_and_store_kernel
 
 B16, F32, I32, I64, WHOLE = "*bf16", "*fp32", "*i32", "*i64", "i32"
 CACHES = {"*bf16": 0.0, "*i8": 127.0, "*fp8e4nv": 448.0}
@@ -49,15 +50,15 @@ ROW = WHOLES | {"x": B16, "gain": B16, "out": B16, "zeros": "*u8", "scales": F32
 for numbers, levels in (("*u8", True), ("*fp8e4nv", False), (B16, False)):
     weight = ROW | {"numbers": numbers}
     few: dict[str, Any] = {"LEVELS": levels, "SCALED": numbers == "*fp8e4nv", "GATED": False, "EVEN": True}
-    tile = {"TERMS": 128, "ROWS": 8, "COLS": 64, "ASK": 1024, "PACKED": True}
+    tile = {"TERMS": 128, "ROWS": 8, "COLS": 64, "ASK": 1024}
     build(few_rows_kernel, weight | {"out": F32}, few | tile | {"ROWS": 64})
     build(few_rows_kernel, weight, few | tile | {"GATED": True})
     if numbers != B16:
         build(widen_kernel, weight, {"LEVELS": levels, "GROUP": 128, "COLS": 1024})
-ways = {"NORM": True, "GATED": True, "ADD": True, "COLS": 4, "EVEN": True, "TERMS": 1024, "AHEAD": True}
+ways = {"NORM": True, "GATED": True, "ADD": True, "COLS": 4, "EVEN": True, "TERMS": 1024}
 for numbers in ("*fp8e4nv", B16):
     build(one_row_kernel, ROW | {"weight": numbers}, ways | {"SCALED": numbers != B16})
-build(one_int4_row_kernel, ROW | {"words": I32, "n_groups": WHOLE}, ways | {"GROUPS": 16, "GROUP": 128})
+build(one_int4_row_kernel, ROW | {"words": I32, "n_groups": WHOLE}, ways | {"GROUPS": 16, "GROUP": 128, "STEPS": 1})
 tiles = dict.fromkeys(("tables", "sequences", "rows", "positions", "counts"), I64)
 tensors = dict.fromkeys(("q", "keys", "values", "sinks"), B16) | {"o": F32, "lse": F32, "cap": "fp32"}
 sizes = {"SIZE": 16, "GROUP": 2, "D": 64, "WIDTH": 64, "HEADS": 2, "QUERIES": 8, "COLS": 64}
