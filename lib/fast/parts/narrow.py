@@ -19,6 +19,7 @@ from lib.given.kernels.mode import tl, triton
 
 SOME_ROWS = 16  # up to which a product's parts are small beside its weight
 MANY_ROWS = 64  # above it a wide copy of the weight costs less than its arithmetic
+ROOM = 200_000  # bytes of shared memory
 LONG_ROW = 4096  # terms from which a program reads longer pieces of fewer rows
 TERMS = 128  # that a program of few rows reads at a time; of levels it reads a group
 
@@ -260,7 +261,7 @@ def tile_of(x: Float[Tensor, "n k"], weight: Tensor | Narrow, gated: bool = Fals
     """The tile of a product of few rows."""
     kind = "wide" if isinstance(weight, Tensor) else "float8" if weight.zeros is None else "int4"
     way = 0 if len(x) <= SOME_ROWS else 3 if gated else 2 if x.shape[1] >= LONG_ROW else 1
-    return TILES[kind][way]
+    return TILES[kind][way if has_room(x.device) else min(way, 1)]
 
 
 def few_rows(
@@ -321,6 +322,15 @@ def product(x: Float[Tensor, "m k"], weight: Narrow) -> Float[Tensor, "m n"]:
         return nn.functional.linear(x, widen(weight, x.dtype))
     parts = few_rows(x, weight)
     return parts.sum(0).to(x.dtype) if len(parts) > 1 else parts[0]
+
+
+@functools.cache
+def has_room(device: torch.device) -> bool:
+    """Whether a program may have as much shared memory as on an H100, which the larger tiles take."""
+    if device.type != "cuda":
+        return False
+    sheet = torch.cuda.get_device_properties(device)
+    return getattr(sheet, "shared_memory_per_block_optin", 0) >= ROOM  # an AMD GPU's sheet has no such number
 
 
 @functools.cache

@@ -102,9 +102,9 @@ def test_one_row_is_rotated_and_stored_where_it_attends(device, kind):
     rope, table = precompute_rope(width, 32, device=device), torch.tensor([[5, 0, 3, 1, 4, 6, 2, 0]], device=device)
     slots, length = torch.tensor([6 * size], device=device), torch.tensor([n], device=device)
     for n_parts in (1, 4):
-        pools = wide.clone(), wide.clone()
+        pools: list[Any] = [wide.clone(), wide.clone()]
         if kind:
-            pools = tuple(Packed(*pack(x, FORMATS[kind][0]), torch.float32) for x in pools)
+            pools = [Packed(*pack(x, FORMATS[kind][0]), torch.float32) for x in pools]
         (keys, values), (keys_too, values_too) = ((pool[0], pool[1]) for pool in pools)
         found = one_row_attention(qkv, rope, slots, keys, values, table, length, n_parts, columns=16)
         q = rotate_and_store(qkv[None], rope, length - 1, slots, keys_too, values_too, torch.float32)
