@@ -15,17 +15,20 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from lib.fast.attention.one_row import one_row_attention
 from lib.fast.attention.paged import Tiles, prompt_attention
 from lib.fast.models import capture
 from lib.fast.parts.early import launch_early
-from lib.fast.parts.narrow import MANY_ROWS, SOME_ROWS, Narrow, NarrowLinear, few_rows, join, tile_of, widen
+from lib.fast.parts.narrow import MANY_ROWS, SOME_ROWS, Narrow, NarrowLinear, few_rows, join, widen
+from lib.fast.parts.one_row import one_row
 from lib.fast.parts.packed import Packed, block_attention_kernel, pointers
-from lib.fast.parts.rows import add_norm, embed, gate, merge, one_row, rotate_and_store
+from lib.fast.parts.rows import add_norm, embed, gate, merge, rotate_and_store
 from lib.given.kernels.mode import HAS_TRITON, INTERPRETED, triton
 
 GRAPH_ROWS = 256  # of the largest graph
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 TILE = 16 if INTERPRETED else 64  # positions that the paged kernel reads at a time
+MOST_PARTS = 16  # of a sequence's positions, which different programs attend to
 FIELDS = 4  # of a sequence, before its table: token, position, slot, length
 PADDING = np.array([[0], [0], [-1], [0]])  # where a batch has no sequence: nothing is written, nothing is attended to
 
@@ -100,7 +103,7 @@ def times(x: Float[Tensor, "n c"], weight: Tensor | Narrow) -> Float[Tensor, "p 
 
 def gated(x: Float[Tensor, "n c"], weight: Tensor | Narrow) -> Float[Tensor, "n f"]:
     """``silu(first half) * second half`` of the product of rows with a weight."""
-    if takes_few(x, weight) and tile_of(x, weight).gates:
+    if takes_few(x, weight) and len(x) > SOME_ROWS:
         return few_rows(x, weight, gated=True)[0]
     return gate(times(x, weight) if isinstance(weight, Narrow) else nn.functional.linear(x, weight)[None], x.dtype)
 
@@ -194,10 +197,15 @@ class Steps:
         tables = self._rows[self.fields.size :].view(-1, self.tables.shape[1])
         x, parts = embed(fields[0], self.sampled, self.model.tok_embeddings.weight), self._n_parts(size)
 
-        def attend(i: int, queries: Tensor) -> Tensor:
-            return self._attend_to_blocks(i, queries, tables, fields[3], parts)
+        def attend(i: int, qkv: Tensor) -> Tensor:
+            if self._alone(x):
+                pools = self.cache.keys[i], self.cache.values[i]
+                return one_row_attention(qkv[0], self.model.rope, fields[2], *pools, tables, fields[3], parts, TILE)
+            return self._attend_to_blocks(
+                i, self._stored(i, qkv, fields[1], fields[2], x.dtype), tables, fields[3], parts
+            )
 
-        return self._logits(*self._blocks(x, fields[1], fields[2], attend))
+        return self._logits(*self._blocks(x, attend))
 
     @torch.no_grad()
     def prompts(
@@ -214,24 +222,35 @@ class Steps:
             tiles: The sequences' blocks, and how their queries are cut into tiles.
         """
 
-        def attend(i: int, queries: Tensor) -> Tensor:
+        x = self.model.tok_embeddings(tokens)
+
+        def attend(i: int, qkv: Tensor) -> Tensor:
+            queries = self._stored(i, qkv, positions, slots, x.dtype)
             return prompt_attention(queries, self.cache.keys[i], self.cache.values[i], tiles)
 
-        return self._logits(*self._blocks(self.model.tok_embeddings(tokens), positions, slots, attend), last)
+        return self._logits(*self._blocks(x, attend), last)
 
-    def _blocks(
-        self, x: Tensor, positions: Tensor, slots: Tensor, attend: Callable[[int, Tensor], Tensor]
-    ) -> tuple[Tensor, Tensor | None]:
-        """The residual stream x behind the last block, in place, and what is still to be added to it."""
-        cache, eps, added = self.cache, self.config.norm_eps, None
-        alone = len(x) == 1 and x.dtype != torch.float16  # in which a row times its gain can overflow
+    def _stored(self, i: int, qkv: Tensor, positions: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
+        """The rotated queries of layer i, whose keys and values are in the cache then."""
+        return rotate_and_store(qkv, self.model.rope, positions, slots, self.cache.keys[i], self.cache.values[i], dtype)
+
+    @staticmethod
+    def _alone(x: Tensor) -> bool:
+        """Whether x is one row, and not in float16, in which a row times its gain can overflow."""
+        return len(x) == 1 and x.dtype != torch.float16
+
+    def _blocks(self, x: Tensor, attend: Callable[[int, Tensor], Tensor]) -> tuple[Tensor, Tensor | None]:
+        """The residual stream x behind the last block, in place, and what is still to be added to it.
+
+        ``attend`` takes a layer and its queries, keys and values ``[P, N, (H + 2 G) D]``, in parts.
+        """
+        eps, added, alone = self.config.norm_eps, None, self._alone(x)
         for i, layer in enumerate(self.layers):
             if alone:
                 qkv = one_row(x, layer.wqkv, layer.attention_norm, eps)[None]
             else:
                 qkv = times(add_norm(x, added, layer.attention_norm, eps), layer.wqkv)
-            queries = rotate_and_store(qkv, self.model.rope, positions, slots, cache.keys[i], cache.values[i], x.dtype)
-            mean = attend(i, queries).reshape(len(x), -1)
+            mean = attend(i, qkv).reshape(len(x), -1)
             if alone:
                 one_row(mean, layer.wo, into=x)
                 one_row(one_row(x, layer.w13, layer.ffn_norm, eps, gated=True), layer.w2, into=x)
@@ -249,7 +268,7 @@ class Steps:
     def _n_parts(self, batch: int) -> int:
         """Parts of a sequence's positions, a power of two: about four programs a processor, at most one part a tile."""
         n_tiles = -(-self.config.context_len // TILE)
-        most = min(n_tiles, 4 * self.processors // max(1, batch * self.cache.keys.shape[3]))
+        most = min(MOST_PARTS, n_tiles, 4 * self.processors // max(1, batch * self.cache.keys.shape[3]))
         return 1 << max(0, most.bit_length() - 1)
 
     def _attend_to_blocks(self, i: int, queries: Tensor, tables: Tensor, lengths: Tensor, n_parts: int) -> Tensor:

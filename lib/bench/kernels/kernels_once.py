@@ -28,7 +28,7 @@ from lib.fast.parts.grouped import grouped_matmul_fast, weight_gradients_fast
 from lib.fast.parts.loss import linear_cross_entropy
 from lib.fast.parts.narrow import product
 from lib.fast.parts.norms import norm_and_bias
-from lib.fast.parts.rows import one_row
+from lib.fast.parts.one_row import one_row
 from lib.flash_attention import FlashAttentionTriton, flash_attention
 from lib.given.kernels.int4 import launch_int4_matmul
 from lib.given.kernels.window import launch_window

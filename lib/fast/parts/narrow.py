@@ -19,8 +19,9 @@ from lib.given.kernels.mode import tl, triton
 
 SOME_ROWS = 16  # up to which a product's parts are small beside its weight
 MANY_ROWS = 64  # above it a wide copy of the weight costs less than its arithmetic
-COLUMNS = 64  # of a product that a program computes: as many as a tile of the tensor cores has
-TERMS = 128  # that it reads at a time; of levels it reads a group
+ROOM = 200_000  # bytes of shared memory
+LONG_ROW = 4096  # terms from which a program reads longer pieces of fewer rows
+TERMS = 128  # that a program of few rows reads at a time; of levels it reads a group
 
 
 class Tile(NamedTuple):
@@ -31,22 +32,25 @@ class Tile(NamedTuple):
         ask: Bytes of each row of the weight that are asked for before x is there.
         programs: For each processor, at most, where the terms are cut into parts.
         parts: Of the terms, at most, which different programs sum.
-        gates: Whether a program of a gated product computes both halves; if not, a kernel of its own gates.
+        columns: Of the product that a program computes, a multiple of the 64 of the tensor cores' tile.
     """
 
     stages: int
     ask: int
     programs: int
     parts: int
-    gates: bool
+    columns: int = 64
 
 
 TILES = {
-    "wide": (Tile(3, 256, 3, 8, False), Tile(3, 256, 3, 4, True)),
-    "float8": (Tile(3, 256, 6, 16, False), Tile(4, 512, 3, 4, True)),
-    "int4": (Tile(3, 256, 6, 16, False), Tile(4, 512, 3, 8, True)),
+    "wide": (Tile(3, 256, 3, 8), Tile(3, 256, 3, 4), Tile(4, 512, 3, 4), Tile(4, 256, 3, 4, 128)),
+    "float8": (Tile(3, 256, 6, 16), Tile(4, 512, 3, 4), Tile(4, 512, 3, 4), Tile(4, 512, 3, 4)),
+    "int4": (Tile(3, 256, 6, 16), Tile(4, 512, 3, 8), Tile(4, 512, 3, 8), Tile(4, 512, 3, 8)),
 }
-"""For at most `SOME_ROWS` and for more. As measured on an H200."""
+"""For at most `SOME_ROWS`; and for more: of a product, one with long rows of the weight, and a gated one.
+
+As measured on an H200.
+"""
 
 
 class Narrow(NamedTuple):
@@ -145,115 +149,44 @@ def join(layers: Sequence[NarrowLinear]) -> Narrow:
 
 
 @triton.jit
-def gate_and_add(first, second, at, inside, GATED: tl.constexpr, ADD: tl.constexpr):
-    """What follows a product, before it is stored at ``at``: with GATED silu of the first times the second, with ADD
-    the sum with what is there. Each result is rounded to the dtype of ``at``, as kernels of their own would round it.
-    """
-    dtype = at.dtype.element_ty
-    total = first
-    if GATED:
-        gate = first.to(dtype).to(tl.float32)
-        gate = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
-        total = gate * second.to(dtype).to(tl.float32)
-    if ADD:
-        total = total.to(dtype).to(tl.float32) + tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    return total.to(dtype)
-
-
-@triton.jit
-def products_of_groups(
-    packed, scales, zeros, columns, inside, group, at, low, high, sums, n_groups, GROUP: tl.constexpr
-):  # fmt: skip
-    """The products of some groups of some rows of levels with those of a row of numbers, added up over the groups.
-
-    A level q becomes 1 + q / 16 by setting four bits of a float32, which is faster than a conversion.
-    A group's sum of (1 + q / 16) x is computed first, and what it has too much is taken off.
-    """
-    column = columns.to(tl.int64) * n_groups
-    bytes_at = packed + (column * (GROUP // 2))[:, None, None] + at[None, :, :]
-    byte = tl.load(bytes_at, mask=inside[:, :, None], other=0).to(tl.int32)
-    first = ((byte << 19) & 0x780000 | 0x3F800000).to(tl.float32, bitcast=True)
-    second = ((byte << 15) & 0x780000 | 0x3F800000).to(tl.float32, bitcast=True)
-    found = tl.sum(first * low[None, :, :] + second * high[None, :, :], 2)
-    where = column[:, None] + group[None, :]
-    origin = tl.load(zeros + where, mask=inside, other=0).to(tl.float32)
-    factor = tl.load(scales + where, mask=inside, other=0.0)
-    return tl.sum(factor * (16.0 * found - (16.0 + origin) * sums[None, :]), 1)
-
-
-@triton.jit
-def one_int4_row_kernel(
-    x, packed, scales, zeros, gain, out, n_columns, n_groups, eps,
-    NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr,
-    COLS: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """As `lib.fast.parts.rows.one_row_kernel`, for a weight of levels; GROUP numbers share a scale and a zero point.
-
-    Bytes moved: the levels and their scales once. FLOPs: two for each level.
-    """
-    columns, half = tl.program_id(0) * COLS + tl.arange(0, COLS), tl.arange(0, GROUP // 2)
-    is_column = columns < n_columns
-    dtype = out.dtype.element_ty
-    first, second = tl.zeros([COLS], tl.float32), tl.zeros([COLS], tl.float32)
-    squares = tl.zeros([GROUPS], tl.float32)
-    if EARLY:
-        n_bytes = n_groups * (GROUP // 2)
-        ask_for_rows(packed, columns, n_columns, n_bytes, n_bytes, 16)
-        if GATED:
-            ask_for_rows(packed + n_columns.to(tl.int64) * n_bytes, columns, n_columns, n_bytes, n_bytes, 16)
-    wait_for_the_kernel_ahead(EARLY)
-    for start in range(0, n_groups, GROUPS):
-        group = start + tl.arange(0, GROUPS)
-        known = (group < n_groups)[:, None]
-        place, inside = group[:, None] * GROUP + half[None, :], is_column[:, None] & (group < n_groups)[None, :]
-        low = tl.load(x + place, mask=known, other=0.0).to(tl.float32)
-        high = tl.load(x + place + GROUP // 2, mask=known, other=0.0).to(tl.float32)
-        if NORM:
-            squares += tl.sum(low * low + high * high, 1)
-            low *= tl.load(gain + place, mask=known, other=0.0).to(tl.float32)
-            high *= tl.load(gain + place + GROUP // 2, mask=known, other=0.0).to(tl.float32)
-            low, high = low.to(dtype).to(tl.float32), high.to(dtype).to(tl.float32)
-        sums, at = tl.sum(low + high, 1), group[:, None] * (GROUP // 2) + half[None, :]
-        first += products_of_groups(packed, scales, zeros, columns, inside, group, at, low, high, sums, n_groups, GROUP)
-        if GATED:
-            behind = n_columns + columns
-            second += products_of_groups(
-                packed, scales, zeros, behind, inside, group, at, low, high, sums, n_groups, GROUP
-            )
-    scale = tl.rsqrt(tl.sum(squares, 0) / (n_groups * GROUP) + eps) if NORM else 1.0
-    found = gate_and_add(first * scale, second * scale, out + columns, is_column, GATED, ADD)
-    tl.store(out + columns, found, mask=is_column)
-
-
-def one_int4_row(
-    x: Float[Tensor, "1 k"], weight: Narrow, gain: Tensor | None, eps: float, gated: bool, into: Tensor | None,
-    tile: tuple[int, int, int],
-) -> Float[Tensor, "1 n"]:  # fmt: skip
-    """As `lib.fast.parts.rows.one_row`; the tile is of columns and groups, and has so many warps."""
-    assert weight.zeros is not None
-    n_columns, (columns, groups, warps) = weight.n_columns // 2 if gated else weight.n_columns, tile
-    out = x.new_empty(1, n_columns) if into is None else into
-    one_int4_row_kernel[(triton.cdiv(n_columns, columns),)](
-        x, weight.numbers, weight.scales, weight.zeros, gain, out, n_columns, weight.scales.shape[1], eps,
-        NORM=gain is not None, GATED=gated, ADD=into is not None, COLS=columns, GROUPS=groups, GROUP=weight.group,
-        num_warps=warps, **launch_early(x.device),
-    )  # fmt: skip
-    return out
-
-
-@triton.jit
-def levels_of(byte, origin, dtype: tl.constexpr):
+def levels_of(byte, origin, dtype: tl.constexpr, PACKED: tl.constexpr):
     """The two levels of each byte [n, k] minus their origin [n], in dtype.
 
     In 16 bits, the bits of a power of two and of a level make their sum, without a conversion: 128 + q in bfloat16,
     1024 + q in float16. Its difference from the origin's is exact.
     """
+    if PACKED and dtype == tl.bfloat16:
+        low, high = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, b, c, d, o;
+            prmt.b32 a, $4, 0, 0x4140;
+            prmt.b32 b, $4, 0, 0x4342;
+            prmt.b32 o, $5, 0, 0x4140;
+            or.b32 o, o, 0x43004300;
+            shr.u32 c, a, 4;
+            shr.u32 d, b, 4;
+            lop3.b32 a, a, 0x000f000f, 0x43004300, 0xea;
+            lop3.b32 b, b, 0x000f000f, 0x43004300, 0xea;
+            lop3.b32 c, c, 0x000f000f, 0x43004300, 0xea;
+            lop3.b32 d, d, 0x000f000f, 0x43004300, 0xea;
+            sub.rn.bf16x2 $0, a, o;
+            sub.rn.bf16x2 $1, b, o;
+            sub.rn.bf16x2 $2, c, o;
+            sub.rn.bf16x2 $3, d, o;
+            }""",
+            "=r,=r,=r,=r,r,r",
+            [byte, origin[:, None]],
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=4,
+        )
+        return low, high
     if dtype.primitive_bitwidth == 16:
         power: tl.constexpr = 0x4300 if dtype == tl.bfloat16 else 0x6400
         wide, shift = byte.to(tl.int16), (origin.to(tl.int16) | power).to(dtype, bitcast=True)
         low, high = ((wide & 15) | power).to(dtype, bitcast=True), ((wide >> 4) | power).to(dtype, bitcast=True)
-    else:
-        low, high, shift = (byte & 15).to(dtype), (byte >> 4).to(dtype), origin.to(dtype)
+        return low - shift[:, None], high - shift[:, None]
+    low, high, shift = (byte & 15).to(dtype), (byte >> 4).to(dtype), origin.to(dtype)
     return low - shift[:, None], high - shift[:, None]
 
 
@@ -301,7 +234,7 @@ def few_rows_kernel(
             at = x + row + (step * TERMS + tl.arange(0, n_read))[:, None]
             ahead = column * n_steps + tl.minimum(step + 1, end - 1)
             next_scale, next_origin = tl.load(scales + ahead), tl.load(zeros + ahead)
-            low, high = levels_of(tl.load(weight_at), origin, x.dtype.element_ty)
+            low, high = levels_of(tl.load(weight_at), origin, x.dtype.element_ty, EARLY)
             found = tl.dot(low, tl.load(at), input_precision="ieee")
             found = tl.dot(high, tl.load(at + n_read), found, input_precision="ieee")
             total += found * scale[:, None]
@@ -324,10 +257,11 @@ def few_rows_kernel(
     tl.store(to, total.to(dtype), mask=(rows < n_rows)[None, :] & (columns < n_columns)[:, None])
 
 
-def tile_of(x: Float[Tensor, "n k"], weight: Tensor | Narrow) -> Tile:
+def tile_of(x: Float[Tensor, "n k"], weight: Tensor | Narrow, gated: bool = False) -> Tile:
     """The tile of a product of few rows."""
     kind = "wide" if isinstance(weight, Tensor) else "float8" if weight.zeros is None else "int4"
-    return TILES[kind][len(x) > SOME_ROWS]
+    way = 0 if len(x) <= SOME_ROWS else 3 if gated else 2 if x.shape[1] >= LONG_ROW else 1
+    return TILES[kind][way if has_room(x.device) else min(way, 1)]
 
 
 def few_rows(
@@ -337,19 +271,19 @@ def few_rows(
 
     One part has the dtype of x, more are float32. Gated, it is ``silu(first half) * second half``, in one part.
     """
-    tile, terms = tile_of(x, weight), TERMS
+    tile, terms = tile_of(x, weight, gated), TERMS
     numbers, scales, zeros = weight if isinstance(weight, Narrow) else (weight, None, None)
     levels, scaled = zeros is not None, zeros is None and scales is not None
     if isinstance(weight, Narrow) and levels:
         terms = weight.group
     n, n_terms = len(numbers) // 2 if gated else len(numbers), x.shape[1]
-    tiles = triton.cdiv(n, COLUMNS // 2 if gated else COLUMNS)
+    tiles = triton.cdiv(n, tile.columns // 2 if gated else tile.columns)
     parts = 1 if gated else n_parts(tiles, x.device, tile)
     out = x.new_empty(parts, len(x), n, dtype=torch.float32 if parts > 1 else x.dtype)
     few_rows_kernel[(tiles, parts)](
         x.contiguous(), numbers, scales, zeros, out, len(x), n, n_terms, LEVELS=levels, SCALED=scaled, GATED=gated,
-        EVEN=n_terms % terms == 0, TERMS=terms, ROWS=max(8, triton.next_power_of_2(len(x))), COLS=COLUMNS,
-        ASK=tile.ask, num_warps=4, num_stages=tile.stages, **launch_early(x.device),
+        EVEN=n_terms % terms == 0, TERMS=terms, ROWS=max(8, triton.next_power_of_2(len(x))), COLS=tile.columns,
+        ASK=tile.ask, num_warps=tile.columns // 16, num_stages=tile.stages, **launch_early(x.device),
     )  # fmt: skip
     return out
 
@@ -388,6 +322,15 @@ def product(x: Float[Tensor, "m k"], weight: Narrow) -> Float[Tensor, "m n"]:
         return nn.functional.linear(x, widen(weight, x.dtype))
     parts = few_rows(x, weight)
     return parts.sum(0).to(x.dtype) if len(parts) > 1 else parts[0]
+
+
+@functools.cache
+def has_room(device: torch.device) -> bool:
+    """Whether a program may have as much shared memory as on an H100, which the larger tiles take."""
+    if device.type != "cuda":
+        return False
+    sheet = torch.cuda.get_device_properties(device)
+    return getattr(sheet, "shared_memory_per_block_optin", 0) >= ROOM  # an AMD GPU's sheet has no such number
 
 
 @functools.cache

@@ -2,8 +2,7 @@
 
 With so few rows every product reads its whole weight for little arithmetic, so memory traffic sets the time of a step.
 Each launch, and each small tensor that is written only to be read again, adds to it.
-For a single row, the norm before a product, the gate behind it and the residual stream's sum are part of the product's
-kernel. A product of more rows may come in parts, which the next kernel adds up as it reads them.
+A product may come in parts, which the next kernel adds up as it reads them.
 """
 
 from typing import Any
@@ -12,96 +11,11 @@ import torch
 from jaxtyping import Complex, Float, Int
 from torch import Tensor
 
-from lib.fast.parts.early import ask_for_rows, launch_early, wait_for_the_kernel_ahead
-from lib.fast.parts.narrow import Narrow, gate_and_add, one_int4_row
+from lib.fast.parts.early import launch_early, wait_for_the_kernel_ahead
 from lib.fast.parts.packed import pointers
 from lib.given.kernels.mode import tl, triton
 
-LONG_ROW = 4096  # terms from which a program reads longer pieces of fewer rows
-TILES = {
-    "wide": ((4, 2048, 4), (4, 1024, 4), (4, 2048, 4)),
-    "float8": ((4, 2048, 4), (8, 512, 4), (4, 1024, 4)),
-    "int4": ((2, 64, 4), (4, 16, 4), (4, 16, 4)),
-}
-"""Of a product of one row with long rows of the weight, of a gated one, and of any other: the columns of a program,
-the terms (for int4 the groups) that it reads at a time, and its warps. As measured on an H200."""
-
-
-@triton.jit
-def one_row_kernel(
-    x, weight, scales, gain, out, n_columns, n_terms, eps,
-    SCALED: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, EVEN: tl.constexpr,
-    COLS: tl.constexpr, TERMS: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """out [n_columns] is the product of weight [n_columns, n_terms] and x [n_terms]; a program computes COLS numbers
-    of it.
-
-    With SCALED, each row of the weight is multiplied by its scale in scales.
-    With NORM, x is first divided by its root mean square and multiplied by gain.
-    With GATED the weight has twice as many rows, and out is silu of the first half's product times the second half's.
-    With ADD the product is added to out. EVEN: TERMS divides n_terms.
-    Bytes moved: the weight once. FLOPs: two for each number of the weight.
-    """
-    columns, terms = tl.program_id(0) * COLS + tl.arange(0, COLS), tl.arange(0, TERMS)
-    is_column = columns < n_columns
-    at = weight + columns.to(tl.int64)[:, None] * n_terms + terms[None, :]
-    behind = n_columns.to(tl.int64) * n_terms
-    if EARLY:
-        n_bytes = n_terms * (weight.dtype.element_ty.primitive_bitwidth // 8)
-        ask_for_rows(weight, columns, n_columns, n_bytes, n_bytes, 32)
-        if GATED:
-            ask_for_rows(weight + behind, columns, n_columns, n_bytes, n_bytes, 32)
-    wait_for_the_kernel_ahead(EARLY)
-    first, second = tl.zeros([COLS, TERMS], tl.float32), tl.zeros([COLS, TERMS], tl.float32)
-    squares = tl.zeros([TERMS], tl.float32)
-    dtype = out.dtype.element_ty
-    for start in range(0, n_terms, TERMS):
-        is_term = EVEN | (start + terms < n_terms)
-        inside = is_column[:, None] & is_term[None, :]
-        row = tl.load(x + start + terms, mask=is_term, other=0.0).to(tl.float32)
-        if NORM:
-            squares += row * row
-            row = (row * tl.load(gain + start + terms, mask=is_term, other=0.0).to(tl.float32)).to(dtype).to(tl.float32)
-        first += tl.load(at + start, mask=inside, other=0.0).to(tl.float32) * row[None, :]
-        if GATED:
-            second += tl.load(at + behind + start, mask=inside, other=0.0).to(tl.float32) * row[None, :]
-    scale = tl.rsqrt(tl.sum(squares, 0) / n_terms + eps) if NORM else 1.0
-    one, two = tl.sum(first, 1) * scale, tl.sum(second, 1) * scale
-    if SCALED:
-        one *= tl.load(scales + columns, mask=is_column, other=0.0)
-        if GATED:
-            two *= tl.load(scales + n_columns + columns, mask=is_column, other=0.0)
-    tl.store(out + columns, gate_and_add(one, two, out + columns, is_column, GATED, ADD), mask=is_column)
-
-
-def one_row(
-    x: Float[Tensor, "1 c"], weight: Float[Tensor, "f c"] | Narrow, gain: Tensor | None = None, eps: float = 0.0,
-    gated: bool = False, into: Tensor | None = None,
-) -> Float[Tensor, "1 f"]:  # fmt: skip
-    """The product of one row with a weight ``[F, C]``; all tensors but a narrow weight are contiguous and of one
-    dtype.
-
-    Args:
-        x: ``[1, C]``.
-        weight: ``[F, C]``, or ``[2 F, C]`` if the product is gated; perhaps narrow.
-        gain: ``[C]``; if given, the row is normalised (RMSNorm with ``eps``) and multiplied by it.
-        eps: Of the norm.
-        gated: Return ``silu(first half) * second half`` of the product.
-        into: ``[1, F]``; if given, the product is added to it, in place.
-    """
-    way = 0 if x.shape[1] >= LONG_ROW else 1 if gated else 2
-    if isinstance(weight, Narrow) and weight.zeros is not None:
-        return one_int4_row(x, weight, gain, eps, gated, into, TILES["int4"][way])
-    wide, scales, _ = weight if isinstance(weight, Narrow) else (weight, None, None)
-    n_columns, n_terms = len(wide) // 2 if gated else len(wide), x.shape[1]
-    out = x.new_empty(1, n_columns) if into is None else into
-    columns, terms, warps = TILES["wide" if scales is None else "float8"][way]
-    one_row_kernel[(triton.cdiv(n_columns, columns),)](
-        x, wide, scales, gain, out, n_columns, n_terms, eps, SCALED=scales is not None, NORM=gain is not None,
-        GATED=gated, ADD=into is not None, EVEN=n_terms % terms == 0, COLS=columns, TERMS=terms, num_warps=warps,
-        num_stages=1, **launch_early(x.device),
-    )  # fmt: skip
-    return out
+TOGETHER = 4  # heads that a program takes at most, as measured on an H200
 
 
 @triton.jit
@@ -175,52 +89,54 @@ def gate(x: Float[Tensor, "p n 2f"], dtype: torch.dtype) -> Float[Tensor, "n f"]
 @triton.jit
 def rotate_and_store_kernel(
     qkv, rope, positions, slots, queries, keys, values, key_scales, value_scales, H, G,
-    D: tl.constexpr, PAIRS: tl.constexpr, LARGEST: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
+    D: tl.constexpr, PAIRS: tl.constexpr, HEADS: tl.constexpr, LARGEST: tl.constexpr, PARTS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Rotate one head of one token, and store it in queries, or in its slot if it is a key or a value.
+    """Rotate some heads of one token, and store each in queries, or in its slot if it is a key or a value.
 
     It is the sum of PARTS parts of qkv.
 
     If LARGEST is not 0, the copy is in 8 bits, a multiple of its scale: integers up to 127, or float8 up to 448.
-    The grid is (tokens, H + 2 G).
+    The grid is (tokens, H + 2 G over HEADS).
     """
     wait_for_the_kernel_ahead(EARLY)
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    pairs = tl.arange(0, PAIRS)
-    inside = pairs < D // 2
+    token, head = tl.program_id(0).to(tl.int64), (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
+    pairs = tl.arange(0, PAIRS)[None, :]
+    inside = (pairs < D // 2) & (head < H + 2 * G)
     dtype: tl.constexpr = queries.dtype.element_ty
     at, distance = qkv + (token * (H + 2 * G) + head) * D + 2 * pairs, tl.num_programs(0).to(tl.int64) * (H + 2 * G) * D
     even, odd = (
         sum_of_parts(at, distance, inside, dtype, PARTS), sum_of_parts(at + 1, distance, inside, dtype, PARTS)
     )  # fmt: skip
-    if head < H + G:
-        angle = rope + (tl.load(positions + token) * (D // 2) + pairs) * 2
-        cos, sin = tl.load(angle, mask=inside, other=0.0), tl.load(angle + 1, mask=inside, other=0.0)
-        x, y = even.to(tl.float32), odd.to(tl.float32)
-        even, odd = (x * cos - y * sin).to(even.dtype), (x * sin + y * cos).to(odd.dtype)
-    if head < H:
-        to = queries + (token * H + head) * D + 2 * pairs
-        tl.store(to, even, mask=inside)
-        tl.store(to + 1, odd, mask=inside)
+    angle = rope + (tl.load(positions + token) * (D // 2) + pairs) * 2
+    cos, sin = tl.load(angle, mask=pairs < D // 2, other=0.0), tl.load(angle + 1, mask=pairs < D // 2, other=0.0)
+    x, y, is_value = even.to(tl.float32), odd.to(tl.float32), head >= H + G
+    even, odd = (
+        tl.where(is_value, even, (x * cos - y * sin).to(dtype)), tl.where(is_value, odd, (x * sin + y * cos).to(dtype))
+    )  # fmt: skip
+    to, is_query = queries + (token * H + head) * D + 2 * pairs, inside & (head < H)
+    tl.store(to, even, mask=is_query)
+    tl.store(to + 1, odd, mask=is_query)
     slot = tl.load(slots + token)
-    if (head >= H) & (slot >= 0):
-        pool, scales, first = keys, key_scales, head - H
-        if head >= H + G:
-            pool, scales, first = values, value_scales, head - H - G
-        to = pool + (slot * G + first) * D + 2 * pairs
+    if slot >= 0:
+        is_key, of_values = inside & (head >= H) & (head < H + G), inside & is_value
         if LARGEST > 0.0:  # compiled, `if` takes no float
-            x, y = even.to(tl.float32), odd.to(tl.float32)
-            most = tl.maximum(tl.max(tl.abs(x), 0), tl.max(tl.abs(y), 0))
+            wide, other = even.to(tl.float32), odd.to(tl.float32)
+            most = tl.maximum(tl.max(tl.abs(wide), 1), tl.max(tl.abs(other), 1))[:, None]
             scale = tl.where(most == 0.0, 1.0, most / LARGEST)
-            tl.store(scales + slot * G + first, scale)
-            x, y = x / scale, y / scale
+            tl.store(key_scales + slot * G + head - H, scale, mask=(head >= H) & (head < H + G))
+            tl.store(value_scales + slot * G + head - H - G, scale, mask=is_value & (head < H + 2 * G))
+            wide, other = wide / scale, other / scale
             if LARGEST == 127:
-                x, y = tl.floor(x + 0.5), tl.floor(y + 0.5)
-            tl.store(to, x.to(pool.dtype.element_ty), mask=inside)
-            tl.store(to + 1, y.to(pool.dtype.element_ty), mask=inside)
+                wide, other = tl.floor(wide + 0.5), tl.floor(other + 0.5)
         else:
-            tl.store(to, even, mask=inside)
-            tl.store(to + 1, odd, mask=inside)
+            wide, other = even, odd
+        wide, other = wide.to(keys.dtype.element_ty), other.to(keys.dtype.element_ty)
+        place = (slot * G + head - H) * D + 2 * pairs
+        tl.store(keys + place, wide, mask=is_key)
+        tl.store(keys + place + 1, other, mask=is_key)
+        tl.store(values + place - G * D, wide, mask=of_values)
+        tl.store(values + place - G * D + 1, other, mask=of_values)
 
 
 def rotate_and_store(
@@ -242,37 +158,55 @@ def rotate_and_store(
     (k, k_scales, largest), (v, v_scales, _) = pointers(keys), pointers(values)
     n_heads = qkv.shape[2] // width - 2 * n_kv_heads
     queries = torch.empty(n, n_heads * width, dtype=dtype, device=qkv.device)
-    rotate_and_store_kernel[(n, n_heads + 2 * n_kv_heads)](
+    heads = together(n, n_heads + 2 * n_kv_heads)
+    rotate_and_store_kernel[(n, triton.cdiv(n_heads + 2 * n_kv_heads, heads))](
         qkv, torch.view_as_real(rope), positions, slots, queries, k, v, k_scales, v_scales, n_heads, n_kv_heads,
-        D=width, PAIRS=triton.next_power_of_2(max(1, width // 2)), LARGEST=largest, PARTS=n_parts, num_warps=1,
+        D=width, PAIRS=triton.next_power_of_2(max(1, width // 2)), HEADS=heads, LARGEST=largest, PARTS=n_parts,
+        num_warps=min(4, heads),
         **launch_early(qkv.device),
     )  # fmt: skip
     return queries
 
 
+def together(n: int, n_heads: int) -> int:
+    """Heads of a token that one program takes, a power of two: the more, the more tokens there are."""
+    return min(TOGETHER, triton.next_power_of_2(n_heads), 1 << max(0, (n * n_heads // 128).bit_length() - 1))
+
+
 @triton.jit
-def merge_kernel(o, lse, out, H, D, PARTS: tl.constexpr, WIDTH: tl.constexpr, EARLY: tl.constexpr):
-    """out [B, H, D] joins the attention o [PARTS, B, H, D] to each part by the parts' logsumexp; the grid is (B, H)."""
+def merge_kernel(
+    o, lse, out, H, D, PARTS: tl.constexpr, WIDTH: tl.constexpr, HEADS: tl.constexpr, EARLY: tl.constexpr
+):  # fmt: skip
+    """out [B, H, D] joins the attention o [PARTS, B, H, D] to each part by the parts' logsumexp; the grid is
+    (B, H over HEADS).
+    """
     wait_for_the_kernel_ahead(EARLY)
-    row, parts, dims = tl.program_id(0).to(tl.int64) * H + tl.program_id(1), tl.arange(0, PARTS), tl.arange(0, WIDTH)
-    n_rows = tl.num_programs(0).to(tl.int64) * H
-    own = tl.load(lse + parts * n_rows + row)
-    largest = tl.max(own, 0)
-    weights = tl.where(own == -float("inf"), 0.0, tl.exp(own - largest))
-    total = tl.sum(weights, 0)
-    there = (dims < D)[None, :] & (weights > 0.0)[:, None]
-    each = tl.load(o + (parts[:, None] * n_rows + row) * D + dims[None, :], mask=there, other=0.0)
-    mean = tl.sum(each * weights[:, None], 0) / tl.where(total == 0.0, 1.0, total)
-    tl.store(out + row * D + dims, mean.to(out.dtype.element_ty), mask=dims < D)
+    heads, dims, n_rows = tl.program_id(1) * HEADS + tl.arange(0, HEADS), tl.arange(0, WIDTH), tl.num_programs(0) * H
+    row, n_rows = tl.program_id(0).to(tl.int64) * H + heads, n_rows.to(tl.int64)
+    largest = tl.full([HEADS], -float("inf"), tl.float32)
+    for part in tl.static_range(PARTS):
+        largest = tl.maximum(largest, tl.load(lse + part * n_rows + row, mask=heads < H, other=-float("inf")))
+    total, mean = tl.zeros([HEADS], tl.float32), tl.zeros([HEADS, WIDTH], tl.float32)
+    for part in tl.static_range(PARTS):
+        own = tl.load(lse + part * n_rows + row, mask=heads < H, other=-float("inf"))
+        weight = tl.where(own == -float("inf"), 0.0, tl.exp(own - largest))
+        there = (dims < D)[None, :] & (weight > 0.0)[:, None]
+        each = tl.load(o + (part * n_rows + row)[:, None] * D + dims[None, :], mask=there, other=0.0)
+        mean, total = mean + each * weight[:, None], total + weight
+    mean /= tl.where(total == 0.0, 1.0, total)[:, None]
+    at = out + row[:, None] * D + dims[None, :]
+    tl.store(at, mean.to(out.dtype.element_ty), mask=(heads < H)[:, None] & (dims < D)[None, :])
 
 
 def merge(o: Float[Tensor, "p b h d"], lse: Float[Tensor, "p b h"], dtype: torch.dtype) -> Float[Tensor, "b h d"]:
     """Attention to all positions from that to each of P parts, P a power of two; 0 where no part has a position."""
     n_parts, batch, n_heads, width = o.shape
     out = torch.empty(batch, n_heads, width, dtype=dtype, device=o.device)
-    merge_kernel[(batch, n_heads)](
-        o, lse, out, n_heads, width, PARTS=n_parts, WIDTH=triton.next_power_of_2(width), **launch_early(o.device)
-    )
+    heads = together(batch, n_heads)
+    merge_kernel[(batch, triton.cdiv(n_heads, heads))](
+        o, lse, out, n_heads, width, PARTS=n_parts, WIDTH=triton.next_power_of_2(width), HEADS=heads,
+        **launch_early(o.device),
+    )  # fmt: skip
     return out
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import linear, silu
 
-from lib.fast.parts.rows import one_row
+from lib.fast.parts.one_row import one_row
 from lib.given.kernels.mode import HAS_TRITON, INTERPRETED, NO_TRITON
 
 WHY = "kernels are compiled here; the interpreter runs them where there is no GPU" if HAS_TRITON else NO_TRITON

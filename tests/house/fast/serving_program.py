@@ -9,11 +9,13 @@ from triton import compile as compile_kernel
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from lib.fast.attention.one_row import one_row_attention_kernel
 from lib.fast.attention.paged import prompt_attention_kernel
 from lib.fast.attention.paged_variants import store_kernel, variant_attention_kernel
-from lib.fast.parts.narrow import few_rows_kernel, one_int4_row_kernel, widen_kernel
+from lib.fast.parts.narrow import few_rows_kernel, widen_kernel
+from lib.fast.parts.one_row import one_int4_row_kernel, one_row_kernel
 from lib.fast.parts.packed import block_attention_kernel
-from lib.fast.parts.rows import one_row_kernel, rotate_and_store_kernel
+from lib.fast.parts.rows import rotate_and_store_kernel
 
 B16, F32, I32, I64, WHOLE = "*bf16", "*fp32", "*i32", "*i64", "i32"
 CACHES = {"*bf16": 0.0, "*i8": 127.0, "*fp8e4nv": 448.0}
@@ -33,12 +35,14 @@ for cache, largest in CACHES.items():
     pools = {"keys": cache, "values": cache}
     pools |= dict.fromkeys(("key_scales", "value_scales"), F32 if largest else cache)
     stored = {"qkv": F32, "queries": B16, "rope": F32, "positions": I64, "slots": I64, **pools}
-    build(rotate_and_store_kernel, stored, {"D": 64, "PAIRS": 32, "LARGEST": largest, "PARTS": 4})
+    build(rotate_and_store_kernel, stored, {"D": 64, "PAIRS": 32, "HEADS": 4, "LARGEST": largest, "PARTS": 4})
     sizes = {"SIZE": 16, "GROUP": 2, "D": 64, "WIDTH": 64, "COLS": 32}
     tiles = dict.fromkeys(("tables", "sequences", "rows", "positions", "counts"), I32)
     prompts = {"HEADS": 2, "QUERIES": 8, "SCALED": largest > 0}
     build(prompt_attention_kernel, {"queries": B16, "out": B16, **pools, **tiles}, sizes | prompts)
     queries = {"q": B16, "tables": I64, "lengths": I64, "o": F32, "lse": F32}
+    alone = {"qkv": B16, "rope": F32, "slots": I64, "tables": I64, "lengths": I64, "o": F32, "lse": F32, **pools}
+    build(one_row_attention_kernel, alone, sizes | {"ROWS": 16, "LARGEST": largest})
     build(block_attention_kernel, queries | pools, sizes | {"ROWS": 16, "SCALED": largest > 0, "LINES": 1})
 
 WHOLES = dict.fromkeys(("n_rows", "n_columns", "n_terms"), WHOLE) | {"eps": "fp32"}
@@ -54,7 +58,7 @@ for numbers, levels in (("*u8", True), ("*fp8e4nv", False), (B16, False)):
 ways = {"NORM": True, "GATED": True, "ADD": True, "COLS": 4, "EVEN": True, "TERMS": 1024}
 for numbers in ("*fp8e4nv", B16):
     build(one_row_kernel, ROW | {"weight": numbers}, ways | {"SCALED": numbers != B16})
-build(one_int4_row_kernel, ROW | {"packed": "*u8", "n_groups": WHOLE}, ways | {"GROUPS": 16, "GROUP": 128})
+build(one_int4_row_kernel, ROW | {"words": I32, "n_groups": WHOLE}, ways | {"GROUPS": 16, "GROUP": 128, "STEPS": 1})
 tiles = dict.fromkeys(("tables", "sequences", "rows", "positions", "counts"), I64)
 tensors = dict.fromkeys(("q", "keys", "values", "sinks"), B16) | {"o": F32, "lse": F32, "cap": "fp32"}
 sizes = {"SIZE": 16, "GROUP": 2, "D": 64, "WIDTH": 64, "HEADS": 2, "QUERIES": 8, "COLS": 64}

@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention, silu
 
+from lib.fast.attention.one_row import one_row_attention
 from lib.fast.attention.paged import Tiles, cut, prompt_attention
+from lib.fast.parts.packed import FORMATS, Packed, pack
 from lib.fast.parts.rows import add_norm, embed, gate, merge, rotate_and_store
 from lib.fast.parts.sample import NOT_FINITE, sample_rows
 from lib.given.kernels.mode import HAS_TRITON, NO_TRITON
@@ -89,6 +91,30 @@ def test_prompts_attend_to_their_blocks(device):
         expected = scaled_dot_product_attention(q, k, v, mask, enable_gqa=True).transpose(0, 1)
         close(found[row : row + n], expected, atol=1e-4)
         row += n
+
+
+@on_both
+@pytest.mark.parametrize("kind", [None, "int8", "float8"])
+def test_one_row_is_rotated_and_stored_where_it_attends(device, kind):
+    """The last of 21 positions, in blocks of any order, in one part and in parts of which some are empty."""
+    n_heads, n_kv_heads, width, size, n = 4, 2, 16, 4, 21
+    wide, qkv = normal(2, 7, size, n_kv_heads, width, device=device), normal(1, 8 * width, device=device, seed=1)
+    rope, table = precompute_rope(width, 32, device=device), torch.tensor([[5, 0, 3, 1, 4, 6, 2, 0]], device=device)
+    slots, length = torch.tensor([6 * size], device=device), torch.tensor([n], device=device)
+    for n_parts in (1, 4):
+        pools: list[Any] = [wide.clone(), wide.clone()]
+        if kind:
+            pools = [Packed(*pack(x, FORMATS[kind][0]), torch.float32) for x in pools]
+        (keys, values), (keys_too, values_too) = ((pool[0], pool[1]) for pool in pools)
+        found = one_row_attention(qkv, rope, slots, keys, values, table, length, n_parts, columns=16)
+        q = rotate_and_store(qkv[None], rope, length - 1, slots, keys_too, values_too, torch.float32)
+        where = torch.arange(7, device=device)
+        whole = [(pool[where] if kind else pool)[table[0]].flatten(0, 1)[:n] for pool in (keys, values)]
+        again = [(pool[where] if kind else pool)[table[0]].flatten(0, 1)[:n] for pool in (keys_too, values_too)]
+        assert all(torch.equal(a, b) for a, b in zip(whole, again, strict=True))
+        k, v = (x.transpose(0, 1) for x in whole)
+        expected = scaled_dot_product_attention(q.view(n_heads, 1, width), k, v, enable_gqa=True)
+        close(found[0], expected[:, 0], atol=1e-5)
 
 
 @on_both
