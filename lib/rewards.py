@@ -149,6 +149,7 @@ def policy_loss(log_probs: Float[Tensor, "n t"], old_log_probs: Float[Tensor, "n
 
     Returns:
         - ``-min(rho A, clip(rho) A)``, ``[N, T]``, 0 where masked.
+          Where A is not negative, the loss and its gradient are finite even if rho is too large for a float.
         - The share of unmasked tokens whose clipped term, as a loss, is strictly larger: a scalar tensor without
           gradient, 0 if there is no token.
 

@@ -269,6 +269,7 @@ def policy_loss(log_probs: Float[Tensor, "n t"], old_log_probs: Float[Tensor, "n
 
     Returns:
         - ``-min(rho A, clip(rho) A)``, ``[N, T]``, 0 where masked.
+          Where A is not negative, the loss and its gradient are finite even if rho is too large for a float.
         - The share of unmasked tokens whose clipped term, as a loss, is strictly larger: a scalar tensor without
           gradient, 0 if there is no token.
 
@@ -291,7 +292,8 @@ def policy_loss(log_probs: Float[Tensor, "n t"], old_log_probs: Float[Tensor, "n
     if level == "sequence":
         mean = log_ratio.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
         log_ratio = mean.detach() + (log_probs - log_probs.detach())
-    ratio = log_ratio.exp()
+    # where A >= 0 a ratio of exp(80) is clipped or multiplied by 0, and infinity would turn a gradient of 0 into NaN
+    ratio = torch.where(advantages < 0, log_ratio, log_ratio.clamp(max=80)).exp()
     plain, clipped = -ratio * advantages, -ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high) * advantages
     n_clipped = ((clipped > plain) & mask).sum()
     return _shown(torch.maximum(plain, clipped), mask), n_clipped / mask.sum().clamp(min=1)
@@ -385,7 +387,7 @@ def agg_loss(loss_mat: Float[Tensor, "n t"], loss_mask: Tensor, loss_agg_mode: s
     if loss_agg_mode == "seq-mean-token-mean":
         sums = sums / n_tokens.clamp(min=1)
     if loss_agg_mode == "seq-mean-token-sum-norm":
-        sums = sums / (loss_mat.shape[-1] if loss_scale_factor is None else loss_scale_factor)
+        sums = sums / (max(1, loss_mat.shape[-1]) if loss_scale_factor is None else loss_scale_factor)
     return sums.sum() / torch.where(divisor == 0, 1, divisor) * dp_size
     ### END SOLUTION
 
@@ -394,7 +396,7 @@ def agg_loss(loss_mat: Float[Tensor, "n t"], loss_mask: Tensor, loss_agg_mode: s
 def _whole_or(name: str, count: int | Tensor | None, dp_size: int, own: Tensor) -> Tensor:
     """The whole batch's count, or this matrix's own, which is the same only on one rank."""
     if count is None and dp_size > 1:
-        raise ValueError(f"{name} is needed: with dp_size = {dp_size}, this matrix is not the whole batch")
+        raise ValueError(f"{name} is required: with dp_size = {dp_size}, this matrix is not the whole batch")
     return own if count is None else torch.as_tensor(count, device=own.device)
 
 

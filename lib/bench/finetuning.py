@@ -9,12 +9,17 @@ It writes ``chapters/measurements/finetuning.json``. ``--device cpu --tiny`` tri
 3. Time steps: forward and backward with every block recomputed, and fused AdamW on what is trained.
    The peak of the allocator counts from before the model is made.
 4. Padded against packed: the same conversations, one a row or side by side, until the same targets are learned.
+
+``--runs "one GPU" runs/one --runs "two, FSDP" runs/two`` reads finished runs of ``lib.runs.finetune`` instead, on the
+machine that made them, and writes ``finetuning_runs.json``: the bytes that each run told before it began and the peak
+of rank 0, its losses, and its tokens a second.
 """
 
 import argparse
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -36,6 +41,8 @@ from lib.given.data.record import MEASUREMENTS
 from lib.given.models.llama import LLAMA_2_7B, LlamaConfig
 from lib.llama import RMSNorm, TransformerBlock
 from lib.rope import apply_rope, precompute_rope
+from lib.runs.engine import state as checkpoints
+from lib.runs.engine.log import read_log
 from lib.runs.flags import ProgramParser, whole
 
 METHODS = ("full", "lora", "qlora")
@@ -204,7 +211,31 @@ def measure_packing(config: LlamaConfig, o: argparse.Namespace) -> dict[str, Any
     return found
 
 
-def main(arguments: list[str] | None = None) -> None:
+def read(folder: Path) -> dict[str, Any]:
+    """What a finished run of ``lib.runs.finetune`` logged.
+
+    Raises:
+        SystemExit: the folder has no log of such a run, or no checkpoint.
+    """
+    places: Any = SimpleNamespace(checkpoint=folder / "checkpoint", checkpoint_flag="--runs")
+    lines, looks = (read_log(folder / "log.jsonl", what) for what in ("loss", "held_out_loss"))
+    found = checkpoints.peek(places)
+    if not lines or not looks or found is None:
+        raise SystemExit(f"{folder}: expected the log and the checkpoint of a run of lib.runs.finetune")
+    run, rate = found["run"], next(name for name in ("tokens_per_s", "pairs_per_s") if name in lines[-1])
+    return {
+        "settings": {name: run[name] for name in ("method", "config", "batch", "length", "items", "optimizer", "seed")},
+        "ranks": lines[-1]["ranks"],
+        "told_bytes": lines[-1]["memory_told_bytes"],
+        "peak_bytes": max(line["memory_peak_bytes"] for line in lines),
+        "losses": [line["loss"] for line in lines],
+        "held_out": [{name: look[name] for name in ("step", "held_out_loss")} for look in looks],
+        rate: spread([line[rate] for line in lines]),
+    }
+
+
+def make_parser() -> ProgramParser:
+    """All flags of this program."""
     parser = ProgramParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", choices=(*METHODS, "packing", []), default=[], help="by default all")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -216,7 +247,16 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--conversations", type=whole(1), default=256, help="conversations of the packed comparison")
     parser.add_argument("--rounds", type=whole(1), default=8, help="how many steps are timed")
     parser.add_argument("--folder", type=Path, default=MEASUREMENTS, help="where the record is written")
-    o = parser.parse_args(arguments)
+    parser.add_argument("--runs", nargs=2, action="append", metavar=("NAME", "FOLDER"),
+                        help="read a finished run in place of measuring; may be repeated")  # fmt: skip
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> None:
+    o = make_parser().parse_args(arguments)
+    if o.runs:
+        record("finetuning_runs", {name: read(Path(folder)) for name, folder in o.runs}, o.folder)
+        return
     small = LlamaConfig(vocab_size=128, dim=64, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=128, context_len=64)
     config = replace(small if o.tiny else LLAMA_2_7B, context_len=o.length)
     names = ("tiny", "r", "batch", "length", "full_layers", "conversations", "rounds")

@@ -3,8 +3,8 @@
 python -m lib.bench.reinforce --runs "no lag" runs/seed0 runs/seed1 runs/seed2 --runs "lag 1" runs/late --price 3.95
 
 It reads the log and the newest checkpoint's settings of each folder and writes chapters/measurements/reinforce.json, or
-``--name``, on the machine that made them. A file power.csv in a folder, with lines of a time and watts as
-``nvidia-smi --query-gpu=timestamp,power.draw --format=csv,noheader,nounits -l 1`` writes them, gives the energy.
+``--name``, on the machine that made them. Files power*.csv in a folder, one for each GPU, give the energy. Their lines
+are a time and watts, as ``nvidia-smi --query-gpu=timestamp,power.draw --format=csv,noheader,nounits -l 1`` writes them.
 """
 
 import argparse
@@ -63,6 +63,7 @@ def read(folder: Path, price: float | None) -> dict[str, Any]:
         raise SystemExit(f"{folder}: expected the log and the checkpoint of a run of lib.runs.reinforce")
     settings = found["run"]["settings"]
     seconds, rows = sum(line["seconds"] for line in lines), settings["prompts"] * settings["group"]
+    ranks = max(line.get("ranks", 1) for line in lines)
     return {
         "settings": settings,
         "steps": {name: [rounded(line.get(name)) for line in lines] for name in CURVES},
@@ -75,8 +76,9 @@ def read(folder: Path, price: float | None) -> dict[str, Any]:
         "seconds": seconds,
         "cpu_seconds": sum(line["cpu_seconds"] for line in lines),
         "device": lines[-1]["device"],
-        "dollars": None if price is None else seconds / 3600 * price,
-        **energy(folder / "power.csv", seconds),
+        "ranks": ranks,
+        "dollars": None if price is None else seconds / 3600 * price * ranks,
+        **energy(sorted(folder.glob("power*.csv")), seconds),
     }  # fmt: skip
 
 
@@ -85,10 +87,19 @@ def rounded(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.5g}")
 
 
-def energy(path: Path, seconds: float) -> dict[str, float | None]:
-    """The mean watts of a run's GPU while its process ran, and the kWh of this many seconds; None without samples."""
+def energy(files: list[Path], seconds: float) -> dict[str, float | None]:
+    """The mean watts of a run's GPUs while its process ran, and the kWh of this many seconds; None without samples."""
+    found = [mean_watts(path) for path in files]
+    if not found or None in found:
+        return {"watts": None, "kwh": None}
+    watts = sum(one for one in found if one is not None)
+    return {"watts": watts, "kwh": watts * seconds / 3.6e6}
+
+
+def mean_watts(path: Path) -> float | None:
+    """The mean over the time between a GPU's samples; None if there is no such time."""
     samples = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+    for line in path.read_text(encoding="utf-8").splitlines():
         when, _, watts = line.partition(",")
         try:
             samples.append((datetime.strptime(when.strip(), "%Y/%m/%d %H:%M:%S.%f").timestamp(), float(watts)))
@@ -96,10 +107,7 @@ def energy(path: Path, seconds: float) -> dict[str, float | None]:
             continue  # a line that was cut off, or "[N/A]"
     pairs = itertools.pairwise(samples)
     spans = [(after - before, watts) for (before, watts), (after, _) in pairs if 0 < after - before <= GAP_S]
-    if not spans:
-        return {"watts": None, "kwh": None}
-    mean = sum(span * watts for span, watts in spans) / sum(span for span, _ in spans)
-    return {"watts": mean, "kwh": mean * seconds / 3.6e6}
+    return sum(span * watts for span, watts in spans) / sum(span for span, _ in spans) if spans else None
 
 
 def curve(seeds: list[list[float]], window: int) -> list[dict[str, float | None]]:

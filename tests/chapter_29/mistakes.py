@@ -241,9 +241,9 @@ rows without a token are counted
 a row's mean divides by T, masked places too
 - sums = sums / n_tokens.clamp(min=1) => sums = sums / mask.shape[-1]
 the constant divides by T even if `loss_scale_factor` is given
-- loss_mat.shape[-1] if loss_scale_factor is None else loss_scale_factor => loss_mat.shape[-1]
+- max(1, loss_mat.shape[-1]) if loss_scale_factor is None else loss_scale_factor => loss_mat.shape[-1]
 "seq-mean-token-sum-norm" is divided by the constant alone: the number of rows divides it too
-  sums = sums / (loss_mat.shape[-1] if loss_scale_factor is None else loss_scale_factor)
+  sums = sums / (max(1, loss_mat.shape[-1]) if loss_scale_factor is None else loss_scale_factor)
 + divisor = torch.ones_like(divisor)
 `loss_scale_factor` divides in every mode
 - if loss_agg_mode == "seq-mean-token-sum-norm": => if loss_agg_mode.endswith("norm") or loss_scale_factor is not None:

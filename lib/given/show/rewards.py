@@ -11,8 +11,9 @@ from lib.given.show.plots import COLOURS, show
 HOW_TO_READ = (
     "A band is Student's interval of 95 % for the mean over seeds. A curve without a band is a single run, which does "
     "not say how far another seed would be from it. Rewards are those of sampled answers, and held-out questions are "
-    "answered greedily. Sampler and trainer take turns on one device, so each is idle while the other works. On a CPU, "
-    "seconds far above the CPU seconds show that other programs used it too, and the tokens/s are then too low."
+    "answered greedily. Sampler and trainer take turns on one device, so each is idle while the other works, and the "
+    "sampler's seconds include the check of its answers. CPU seconds are those of the rank that trains. On a CPU, "
+    "seconds far above them show that other programs used it too, and the tokens/s are then too low."
 )
 LAST = 10
 """Steps at the end of a run whose answers are sorted by what was wrong with them."""
@@ -65,16 +66,18 @@ def asked(run: dict[str, Any]) -> Row:
 
 
 COST = ["device", "tokens sampled", "seconds", "CPU seconds", "kWh", "dollars", "sampled tokens/s", "trained tokens/s",
-        "sampler idle", "trainer idle"]  # fmt: skip
+        "sampler idle", "trainer idle", "weights sent"]  # fmt: skip
 
 
 def cost(run: dict[str, Any]) -> Row:
     """What a run took, and how sampler and trainer shared its time."""
     rates = {name: rate["median"] for name, rate in run["rates"].items()}
-    return [run["device"], f"{run['rollout_tokens']:,}", f"{run['seconds']:,.0f}", f"{run['cpu_seconds']:,.0f}",
-            _or_dash(run["kwh"], ".4f"), _or_dash(run["dollars"], ".2f"), f"{rates['rollout_tokens_per_s']:,.0f}",
+    n, sent = run.get("ranks", 1), sum(run["steps"]["weight_bytes"])
+    return [f"{n} x {run['device']}" if n > 1 else run["device"],
+            f"{run['rollout_tokens']:,}", f"{run['seconds']:,.0f}", f"{run['cpu_seconds']:,.0f}",
+            _or_dash(run["kwh"], ".4f"), _or_dash(run["dollars"], ".3f"), f"{rates['rollout_tokens_per_s']:,.0f}",
             f"{rates['train_tokens_per_s']:,.0f}", f"{rates['rollout_idle']:.0%}",
-            f"{rates['train_idle']:.0%}"]  # fmt: skip
+            f"{rates['train_idle']:.0%}", f"{sent / 1e6:,.0f} MB" if sent else "–"]  # fmt: skip
 
 
 WRONG = ["right", "right form, wrong answer", "cut off", "other", "groups that differ", "entropy, nats",

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from lib.given.models.gpus import sheet_of
 from lib.given.show.progress import progress
+from lib.runs.engine.need import model_bytes
 from lib.runs.engine.options import Options
 from lib.speed import mfu
 
@@ -135,7 +136,7 @@ class Log:
         self, options: Options, task: Any, device: torch.device, n_ranks: int, begin: int, speaks: bool,
         wandb_id: str | None = None,
     ):  # fmt: skip
-        self.options, self.task, self.device, self.speaks = options, task, device, speaks
+        self.options, self.task, self.device, self.n_ranks, self.speaks = options, task, device, n_ranks, speaks
         self.items = options.batch * task.per_row
         peak = peak_flops(options, device)
         self.peak = peak and peak * n_ranks
@@ -201,6 +202,7 @@ class Log:
         share = mfu(rate, self.task.flops_per_item, self.peak) if self.peak else None
         line = {"step": step, "loss": loss, "lr": lr, "grad_norm": norm[0] if norm else None}
         line |= {f"{self.task.unit}s_per_s": rate, "mfu": share, "memory_peak_bytes": memory_peak_bytes(self.device)}
+        line |= {"memory_told_bytes": model_bytes(self.task), "ranks": self.n_ranks}
         self.note(step, {**line, "seconds": seconds})
         if hasattr(self.bar, "set_postfix"):
             self.bar.set_postfix(loss=f"{line['loss']:.4f}", per_s=f"{self.rates[-1]:.4g}", refresh=False)

@@ -4,10 +4,8 @@ Chapter 29's ``sample_groups`` makes an engine for each batch, and chapter 21's 
 Both are cheap on a CPU; on a GPU they would take most of the time.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from lib.fast.serving import InFlight, to_host
@@ -38,37 +36,12 @@ class Ahead(Engine):
         """A token and its log-probability."""
         return token, float(flight.notes[flight.rows[progress]])
 
-    def sample_groups(
-        self, prompts: Sequence[Sequence[int]], group_size: int, max_new_tokens: int, seed: int, eos_id: int | None,
-        version: int,
-    ) -> dict[str, Any]:  # fmt: skip
-        """The batch of chapter 29's ``sample_groups`` with the same arguments, to rounding.
+    def answer(self, requests: list[Request]) -> dict[Request, list[tuple[int, float]]]:
+        """The new tokens of each request, each with its log-probability.
 
         Raises:
             ArithmeticError: the model's scores are NaN or infinite.
         """
-        rows = [(prompt, i) for i, prompt in enumerate(prompts) for _ in range(group_size)]
-        requests = [
-            Request(list(prompt), max_new_tokens, self.temperature, seed + n, eos_id=eos_id)
-            for n, (prompt, _) in enumerate(rows)
-        ]
-        found = self.answer(requests)
-        lengths = [len(request.tokens) + len(new) for request, new in found.items()]
-        tokens = torch.zeros(len(rows), max(lengths, default=1), dtype=torch.int64)
-        mask = torch.zeros(len(rows), tokens.shape[1] - 1, dtype=torch.bool)
-        log_probs = torch.zeros(mask.shape)
-        for n, (request, new) in enumerate(found.items()):
-            targets = slice(len(request.tokens) - 1, lengths[n] - 1)
-            tokens[n, : lengths[n]] = torch.tensor(request.tokens + [token for token, _ in new])
-            mask[n, targets] = True
-            log_probs[n, targets] = torch.tensor([log_prob for _, log_prob in new])
-        groups = torch.tensor([i for _, i in rows], dtype=torch.int64)
-        batch = {"tokens": tokens, "response_mask": mask, "log_probs": log_probs, "groups": groups}
-        device = self.cache.keys.device
-        return {name: value.to(device) for name, value in batch.items()} | {"version": version}
-
-    def answer(self, requests: list[Request]) -> dict[Request, list[tuple[int, float]]]:
-        """The new tokens of each request, each with its log-probability."""
         found: dict[Request, list[tuple[int, float]]] = {request: [] for request in requests}
         try:
             for request in requests:

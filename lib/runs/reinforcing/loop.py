@@ -146,7 +146,7 @@ class Run:
             log.bar.set_postfix(reward=f"{batch['stats']['reward']:.3f}", length=f"{batch['stats']['length']:.1f}")
         return trained | batch["stats"] | rates(sampled, busy, n_train, end - between, end - begin) | {
             "lr": lr,
-            "lag": step * self.o.updates - batch["version"],
+            "lag": step * self.o.updates - batch["version"], "ranks": 1 + len(self.sampler.ranks),
             "weight_bytes": self.sampler.weight_bytes - sent[0],
             "weight_seconds": self.sampler.weight_seconds - sent[1],
             "cpu_seconds": time.process_time() - cpu_seconds,  # far below "seconds" where others use the processor

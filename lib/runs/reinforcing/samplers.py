@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lib.runs.engine.signals import Signals
-from lib.runs.reinforcing.ahead import Ahead
 from lib.runs.reinforcing.sampling import joined, make_sampler, rollout, score_batch
 from lib.runs.reinforcing.start import Policy
 
@@ -34,25 +33,25 @@ class Here:
     """Rollouts on the trainer's rank. The engine reads the trainer's own weights, unless it wants another dtype.
 
     Attributes:
-        sampler: Of ``make_sampler``; None where other ranks have them.
+        sampler: Of ``make_sampler``.
         n_asked: Batches that were asked for and not yet taken.
-        weight_bytes, weight_seconds: Sent to other ranks so far, and the time that this took.
+        ranks: Others, which sample.
+        weight_bytes, weight_seconds: Sent to them so far, and the time that this took.
     """
 
-    weight_bytes, weight_seconds = 0, 0.0
+    ranks, weight_bytes, weight_seconds = range(0), 0, 0.0
 
     def __init__(self, policy: Policy, o: Any, device: torch.device):
         self.policy, self.o, self.device, self.n_asked = policy, o, device, 0
         dtype = DTYPES[o.sampler_dtype]
         is_shared = dtype == next(policy.model.parameters()).dtype
         self.model = policy.model if is_shared else copy.deepcopy(policy.model).to(dtype)
-        self.sampler: nn.Module | Ahead | None = make_sampler(policy, self.model, o)
+        self.sampler = make_sampler(policy, self.model, o)
         self.made: list[Batch] = []
         self.tokens, self.seconds = 0, 0.0
 
     def ask(self, steps: Iterable[int], version: int) -> None:
         """Begin the batches of some steps, with the weights of now."""
-        assert self.sampler is not None
         begin = clock(self.device)
         if self.model is not self.policy.model:
             self.model.load_state_dict(self.policy.model.state_dict())
@@ -82,7 +81,8 @@ class There(Here):
     """Rollouts on all ranks but this one; ``ask`` returns as soon as the weights are sent."""
 
     def __init__(self, policy: Policy, o: Any, device: torch.device, objects: dist.ProcessGroup | None):
-        self.policy, self.o, self.device, self.objects, self.sampler = policy, o, device, objects, None
+        self.policy, self.o, self.device, self.objects = policy, o, device, objects
+        self.sampler = make_sampler(policy, policy.model, o)  # it answers held-out questions, with the newest weights
         self.asked: deque[int] = deque()
         self.ranks = range(1, dist.get_world_size())
         self.weight_bytes, self.weight_seconds = 0, 0.0

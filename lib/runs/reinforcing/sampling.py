@@ -73,7 +73,7 @@ def rollout(
     seed = (o.seed * 1_000_003 + step) * rows % SEEDS + first * o.group
     prompts = [policy.encode(q) for q in asked[first:end]]
     if isinstance(sampler, Ahead):
-        batch = sampler.sample_groups(prompts, o.group, o.new_tokens, seed, policy.end_id, version)
+        batch = sample_ahead(sampler, prompts, o.group, o.new_tokens, seed, policy.end_id, version)
     else:
         batch = sample_groups(
             sampler, prompts, o.group, scheduler(policy, rows, o), o.new_tokens, o.temperature, seed, policy.end_id,
@@ -81,6 +81,37 @@ def rollout(
         )  # fmt: skip
     batch["groups"] += first
     return batch
+
+
+def sample_ahead(
+    engine: Ahead, prompts: Sequence[Sequence[int]], group_size: int, max_new_tokens: int, seed: int,
+    eos_id: int | None, version: int,
+) -> dict[str, Any]:  # fmt: skip
+    """The batch of chapter 29's ``sample_groups`` with the same arguments, to rounding, from an engine that is kept.
+
+    Raises:
+        ArithmeticError: the model's scores are NaN or infinite.
+    """
+    rows = [prompt for prompt in prompts for _ in range(group_size)]
+    found = engine.answer([
+        Request(list(prompt), max_new_tokens, engine.temperature, seed + n, eos_id=eos_id)
+        for n, prompt in enumerate(rows)
+    ])  # fmt: skip
+    batch = joined([one_row(*answer, n // group_size, version) for n, answer in enumerate(found.items())])
+    device = engine.cache.keys.device
+    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
+
+
+def one_row(request: Request, new: list[tuple[int, float]], group: int, version: int) -> dict[str, Any]:
+    """A batch of a single response, from its tokens and their log-probabilities."""
+    before = len(request.tokens) - 1  # targets that are of the prompt
+    return {
+        "tokens": torch.tensor([request.tokens + [token for token, _ in new]]),
+        "response_mask": torch.tensor([[False] * before + [True] * len(new)]),
+        "log_probs": torch.tensor([[0.0] * before + [log_prob for _, log_prob in new]]),
+        "groups": torch.tensor([group]),
+        "version": version,
+    }
 
 
 def joined(parts: list[dict[str, Any]]) -> dict[str, Any]:

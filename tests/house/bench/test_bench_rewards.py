@@ -30,6 +30,7 @@ def test_finished_runs_are_recorded_with_what_they_cost(tmp_path):
     assert program.main([*words.split(), "--eval-questions", "2", "--lag", "1", "--out", str(out)]) == 0
     watts = {"00:00.000": 100, "00:01.000": 100, "00:02.000": 400, "00:09.000": 400, "00:10.000": 0, "00:11.0": "[N/A]"}
     (out / "power.csv").write_text("".join(f"2026/01/01 10:{at}, {value}\n" for at, value in watts.items()))
+    (out / "power1.csv").write_text("2026/01/01 10:00:00.000, 50\n2026/01/01 10:00:01.000, 0\n")  # a second GPU
     with pytest.raises(SystemExit):
         reinforce.main(["--runs", "a", str(tmp_path), "--folder", str(tmp_path)])
     reinforce.main(["--runs", "late", str(out), "--price", "3600", "--window", "2", "--folder", str(tmp_path)])
@@ -38,8 +39,8 @@ def test_finished_runs_are_recorded_with_what_they_cost(tmp_path):
     (run,) = group["runs"]
     assert run["settings"]["lag"] == 1
     assert run["steps"]["lag"] == [0, 1]
-    assert run["watts"] == pytest.approx(200)  # 7 seconds between two samples are a pause
-    assert run["kwh"] == pytest.approx(200 * run["seconds"] / 3.6e6)
+    assert run["watts"] == pytest.approx(200 + 50)  # 7 seconds between two samples are a pause
+    assert run["kwh"] == pytest.approx(250 * run["seconds"] / 3.6e6)
     assert run["dollars"] == pytest.approx(run["seconds"])
     assert group["curve"] == [{"step": 2, "mean": pytest.approx(sum(run["steps"]["reward"]) / 2), "low": None,
                                "high": None}]  # fmt: skip

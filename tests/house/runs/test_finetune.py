@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from lib.bench.finetuning import read
 from lib.finetuning import accumulate_masked, finetuning_memory_bytes, render_chat
 from lib.given.models.gpt2 import GPT2Config
 from lib.given.models.llama import LlamaConfig
@@ -325,6 +326,9 @@ def test_shards_on_two_ranks_that_were_ended_once_are_one_process(place, words):
     assert losses(out) == pytest.approx(losses(alone), rel=1e-4)
     scores = [read_log(folder / "log.jsonl", "held_out_loss")[-1]["held_out_loss"] for folder in (out, alone)]
     assert scores[0] == pytest.approx(scores[1], rel=1e-4)
+    recorded, whole = read(out), read(alone)
+    assert (recorded["ranks"], whole["ranks"]) == (2, 1)
+    assert 2 * recorded["told_bytes"] == pytest.approx(whole["told_bytes"], abs=2)
     for file in ("model.safetensors", "best/model.safetensors"):
         ours, theirs = load_file(out / file), load_file(alone / file)
         assert ours.keys() == theirs.keys()

@@ -184,6 +184,7 @@ def test_responses_from_other_ranks_train_the_same_model(tmp_path):
                 assert torch.equal(ours[name], theirs[name])
     lines = steps_of(tmp_path / "two")
     assert [line["weight_bytes"] for line in lines] == [4 * sum(p.numel() for p in Llama(TINY).parameters())] * 4
+    assert [line["ranks"] for line in lines + steps_of(tmp_path / "late")] == [2] * 4 + [2, 2, 1, 1]
     assert all(0 <= line[name] <= 1 for line in lines for name in ("rollout_idle", "train_idle"))
     assert [line["lag"] for line in steps_of(tmp_path / "late")] == [0, 1, 1, 1]
 

@@ -11,6 +11,7 @@ from lib.given.models.serving import Request
 from lib.llama import Llama
 from lib.rewards import sample_groups
 from lib.runs.reinforcing.ahead import Ahead
+from lib.runs.reinforcing.sampling import sample_ahead
 from lib.serving import Scheduler, generate_many
 from tests.house.fast.comparing import PLACES
 
@@ -30,7 +31,7 @@ def test_batches_are_chapter_29s(monkeypatch, device):
     model = Llama(MODEL).to(device)
     engine = Ahead(model, scheduler(), 0.7)
     for seed in (0, 100):
-        mine = engine.sample_groups(PROMPTS, 2, 4, seed, eos_id=3, version=seed)
+        mine = sample_ahead(engine, PROMPTS, 2, 4, seed, eos_id=3, version=seed)
         with monkeypatch.context() as plain:
             plain.setattr(serving.Runner, "is_fast", lambda engine: False)
             theirs = sample_groups(model, PROMPTS, 2, scheduler(), 4, 0.7, seed, eos_id=3, version=seed)
@@ -57,5 +58,5 @@ def test_scores_that_are_not_finite_end_a_rollout(monkeypatch, device):
     torch.nn.init.constant_(model.get_parameter("output.weight"), float("inf"))
     engine = Ahead(model, scheduler(), 1.0)
     with pytest.raises(ArithmeticError, match="not finite"):
-        engine.sample_groups(PROMPTS, 2, 4, 0, None, 0)
+        sample_ahead(engine, PROMPTS, 2, 4, 0, None, 0)
     assert not engine.is_busy

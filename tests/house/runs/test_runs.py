@@ -492,7 +492,8 @@ def test_a_line_of_the_log_says_all(tmp_path):
     assert len((tmp_path / "log.old").read_text().splitlines()) == 3
     lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 1, 2, 3]
-    wanted = ["step", "loss", "lr", "grad_norm", "images_per_s", "mfu", "memory_peak_bytes", "seconds"]
+    wanted = ["step", "loss", "lr", "grad_norm", "images_per_s", "mfu", "memory_peak_bytes", "memory_told_bytes",
+              "ranks", "seconds"]  # fmt: skip
     assert list(lines[0]) == wanted
     assert lines[0]["lr"] == 0.0 < lines[2]["lr"] < lines[1]["lr"] == 1e-3
     assert lines[1]["mfu"] > 0
