@@ -430,8 +430,10 @@ OTHERS = "norms, GELU, sums and casts"
 
 def kind_of(kernel: str) -> str:
     """Which part of the step a kernel belongs to, by its name."""
-    lower = kernel.lower()
-    return next((kind for kind, parts in KINDS.items() if any(part in lower for part in parts)), OTHERS)
+    for kind, parts in KINDS.items():
+        if any(part in kernel.lower() for part in parts):
+            return kind
+    return OTHERS
 
 
 def kernel_times(step: Callable[[], Any], n_steps: int = 3) -> dict[str, Any]:

@@ -35,6 +35,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -456,8 +457,8 @@ def _described(cell: Cell, task: ViTTask, peer_name: str) -> dict[str, Any]:
 def write(found: dict[str, Any], options: argparse.Namespace) -> None:
     """Put a cell in its place in the file, with its scaling if the file has the same work on one GPU of this kind."""
     results = load(options.name, options.folder)["results"]
-    keys = ("model", "batch", "n_gpus")
-    cells = [c for c in results["cells"] if [c[k] for k in keys] != [found[k] for k in keys]] + [found]
+    place = itemgetter("model", "batch", "n_gpus")
+    cells = [found, *(cell for cell in results["cells"] if place(cell) != place(found))]
     places = [c.model for c in CELLS]
     results["cells"] = sorted(cells, key=lambda c: (places.index(c["model"]), -c["batch"], c["n_gpus"]))
     for cell in results["cells"]:
@@ -544,7 +545,9 @@ def cells_of(options: argparse.Namespace) -> list[Cell]:
     """The cells that the command line asks for; a sharded model needs at least two ranks."""
     models = options.models.split(",") if options.models else [c.model for c in CELLS]
     chosen = [c for c in CELLS if c.model in models and options.batch in (None, c.batch)]
-    cells = [replace(c, n_gpus=n) for n in map(int, options.ranks.split(",")) for c in chosen if n > 1 or not c.sharded]
+    cells: list[Cell] = []
+    for n in map(int, options.ranks.split(",")):
+        cells += [replace(c, n_gpus=n) for c in chosen if n > 1 or not c.sharded]
     if options.tiny:
         cells = [replace(c, batch=max(2, c.batch // 32), n_blocks=1 + c.sharded, tiny=True) for c in cells]
     cells = [replace(c, attention=options.attention, averaging=options.averaging) for c in cells]

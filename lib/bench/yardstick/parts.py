@@ -309,11 +309,19 @@ def trace(step: Step, n_before: int) -> Kernels:
     return found[-(len(found) // (n_before + N_TRACED)) * N_TRACED :]
 
 
+def kind_of(kernel: str) -> str:
+    """Which of ``KINDS`` a kernel belongs to, by its name; else ``OTHERS``."""
+    for kind, words in KINDS.items():
+        if any(word in kernel.lower() for word in words):
+            return kind
+    return OTHERS
+
+
 def by_kind(kernels: Kernels) -> dict[str, dict[str, float]]:
     """For each of ``KINDS`` the number of its kernels in a step, and their seconds."""
     found = {kind: {"n": 0.0, "s": 0.0} for kind in [*KINDS, OTHERS]}
     for name, start, end in kernels:
-        kind = next((kind for kind, words in KINDS.items() if any(word in name.lower() for word in words)), OTHERS)
+        kind = kind_of(name)
         found[kind]["n"] += 1 / N_TRACED
         found[kind]["s"] += (end - start) * 1e-9 / N_TRACED
     return found
@@ -434,7 +442,8 @@ def facts_of(rounds: list[list[dict[str, Any]]]) -> dict[str, Any]:
     failed = [mine["error"] for found in rounds for mine in found if "error" in mine]
     failed.sort(key=lambda error: error.startswith("BrokenBarrier"))  # another rank's error broke the barrier
     facts: dict[str, Any] = {"error": failed[0]} if failed else {}
-    ranks = list(zip(*[r for r in rounds if not any("error" in mine for mine in r)], strict=True))
+    whole = [found for found in rounds if not any("error" in mine for mine in found)]
+    ranks = list(zip(*whole, strict=True))
     if not ranks:
         return facts
     rows = [[s for mine in rank for s in mine["step_s"]] for rank in ranks]

@@ -86,7 +86,8 @@ def _show_both(actual: object, expected: object) -> tuple[str, str]:
     texts = repr(actual), repr(expected)
     if max(map(len, texts)) <= 100:
         return _show(actual), _show(expected)
-    at = next((i for i, (a, e) in enumerate(zip(*texts, strict=False)) if a != e), min(map(len, texts)))
+    same = [a == b for a, b in zip(*texts, strict=False)]
+    at = same.index(False) if False in same else len(same)
     return _cut(texts[0], at), _cut(texts[1], at)
 
 

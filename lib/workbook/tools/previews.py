@@ -41,7 +41,8 @@ def chosen(doctree: nodes.document, wanted: Collection[str]) -> Picture | None:
         elif last and isinstance(node, nodes.paragraph) and "workbook-caption" in node["classes"]:
             pictures.update(dict.fromkeys(node["ids"], last))
             last = None
-    return next((pictures[place] for place in pictures if place in places), next(iter(pictures.values()), None))
+    preferred = [picture for place, picture in pictures.items() if place in places]
+    return next(iter([*preferred, *pictures.values()]), None)
 
 
 def card(figure: bytes, title: str, book: str) -> bytes:
