@@ -164,6 +164,10 @@ def grouped(options: argparse.Namespace) -> None:
 class LayerBy(MoE):
     """Another layer's weights, whose experts' products are computed by ``product``."""
 
+    w1: nn.Parameter
+    w2: nn.Parameter
+    w3: nn.Parameter
+
     def __init__(self, layer: MoE, product: Product):
         nn.Module.__init__(self)
         self.__dict__.update(vars(layer))
