@@ -164,9 +164,9 @@ def grouped(options: argparse.Namespace) -> None:
 class LayerBy(MoE):
     """Another layer's weights, whose experts' products are computed by ``product``."""
 
-    w1: nn.Parameter
-    w2: nn.Parameter
-    w3: nn.Parameter
+    w1: Tensor
+    w2: Tensor
+    w3: Tensor
 
     def __init__(self, layer: MoE, product: Product):
         nn.Module.__init__(self)
