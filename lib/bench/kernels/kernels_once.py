@@ -20,6 +20,7 @@ from lib.bench.kit import wait_for
 from lib.fast.attention import flash
 from lib.fast.attention.flash import fits_fast, flash_attention_fast, flash_attention_joined
 from lib.fast.attention.heads import split_heads
+from lib.fast.attention.latent import latent_attention
 from lib.fast.gluon import has_roles
 from lib.fast.parts import mlp
 from lib.fast.parts.float8 import cast_both
@@ -52,6 +53,15 @@ def run(name: str, call: Callable[[], torch.Tensor], device: str) -> None:
         out.float().sum().backward()
     wait_for(device)
     print("ran", name, flush=True)
+
+
+def run_latents(device: str) -> None:
+    """Absorbed attention of a prompt, and of one token in parts."""
+    rank, rope, dtype = (512, 64, torch.bfloat16) if device == "cuda" else (32, 16, torch.float32)
+    for t, parts in ((70, 1), (1, 4)):
+        shapes = (1, 3, t, rank), (1, 3, t, rope), (1, 90, rank), (1, 90, rope)
+        xs = [normal(*shape, device=device, dtype=dtype).detach() for shape in shapes]
+        run(f"latents, {t}", lambda xs=xs, n=parts: latent_attention(*xs, scale=0.1, n_parts=n), device)
 
 
 def run_paged(device: str) -> None:
@@ -195,6 +205,13 @@ def main() -> None:
             )
             fast = f"attention 128 with dS through memory, {heads} heads, {t} x {s}"
             run(fast, lambda q=q, k=k, v=v, c=causal: flash_attention_fast(q, k, v, c), device)
+    for heads, t, values in ((4, 600, 256), (64, 600, 192), (4, 700, 128)) if device == "cuda" else ():
+        q, k, v = (
+            normal(1, h, t, width, device=device, dtype=torch.bfloat16)
+            for h, width in ((2 * heads, 256), (heads, 256), (heads, values))
+        )
+        run(f"attention 256, values {values}", lambda q=q, k=k, v=v: flash_attention_fast(q, k, v, True), device)
+    run_latents(device)
     run_paged(device)
     run_narrow(device)
     run_windows(device)
