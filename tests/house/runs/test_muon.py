@@ -94,9 +94,10 @@ def test_what_does_not_fit_is_one_line(capsys, tmp_path):
 @pytest.mark.gpu
 @pytest.mark.time_limit(120)
 def test_a_graph_takes_the_same_steps_and_goes_on_where_a_run_without_one_ended(tmp_path):
-    begun = f"{GPT2} {MUON} --device cuda --steps 6"
+    # a cosine's rates would depend on where the first part ends
+    begun = f"{GPT2} {MUON} --device cuda --schedule wsd --steps 6"
     train(f"{begun} --engine torch --log {tmp_path}/eager", f"{begun} --graph --log {tmp_path}/graph")
     same(tmp_path / "graph", curve(tmp_path / "eager"), 1e-3)
     kept = f"--log {tmp_path}/goes --checkpoint {tmp_path}/checkpoint"
-    train(f"{begun} {kept} --save-every 3 --steps 3 --warmup 1", f"{begun} {kept} --graph")
-    same(tmp_path / "goes", curve(tmp_path / "eager"), 1e-2)
+    train(f"{begun} {kept} --save-every 3 --steps 3", f"{begun} {kept} --graph")
+    same(tmp_path / "goes", curve(tmp_path / "eager"), 1e-3)
