@@ -176,11 +176,12 @@ def only(candidates: list[Mistake], failing: str, outcome: Outcome) -> str:
 
     Empty if there are several sentences, or if the record leaves open how another candidate fails this check.
     """
-    firsts, seen, sentences = first_failures(candidates), sketch(outcome), set()
-    for wrong in candidates:
-        check, drawn = firsts.get(wrong.key, ("", ""))
-        if check != failing:
-            return ""
+    firsts = first_failures(candidates)
+    records = [firsts.get(wrong.key, ("", "")) for wrong in candidates]
+    if not records or any(check != failing for check, _ in records):
+        return ""
+    seen, sentences = sketch(outcome), set()
+    for wrong, (_, drawn) in zip(candidates, records, strict=True):
         if any(_are_the_same(way, seen) for way in drawn.split(EITHER)):
             sentences.add(wrong.sentence)
         elif EITHER in drawn or EXACTLY not in drawn:
