@@ -118,16 +118,6 @@ the scores are computed in the inputs' dtype: 16 bits before the exponential
 - do.reshape => do.view
 
 # flash_forward_kernel
-the causal mask is aligned to the first key, but query t sees the keys up to t + S - T
-- rows[:, None] + S - T => rows[:, None]
-- tl.maximum(i * ROWS + S - T + 1, 0) // COLS * COLS => 0
-the diagonal is hidden too (< instead of <=), but a query sees its own key
-- cols[None, :] <= rows[:, None] => cols[None, :] < rows[:, None]
-- tl.maximum(i * ROWS + S - T + 1, 0) // COLS * COLS => 0
-the causal mask is ignored
-- tl.maximum(i * ROWS + S - T + 1, 0) // COLS * COLS => S // COLS * COLS
-- tl.minimum(S, tl.maximum(i * ROWS + ROWS + S - T, 0)) => S
-- seen & (cols[None, :] <= rows[:, None] + S - T) => seen
 the logsumexp is left in base 2
 - (m + tl.log2(l)) * LN2 => m + tl.log2(l)
 exp2 of natural scores: they need the factor log2(e)
@@ -142,9 +132,6 @@ keys after the last one take part with score 0
 - seen = cols[None, :] < S => seen = cols[None, :] >= 0
 one key after the last takes part with score 0: the mask says <= S instead of < S
 - seen = cols[None, :] < S => seen = cols[None, :] <= S
-keys and values are loaded without a mask: the last tile reads beyond their end
-- k + part, mask=there, other=0.0 => k + part
-- v + part, mask=there, other=0.0 => v + part
 the store of the output has no mask
 - o.dtype.element_ty), mask=inside => o.dtype.element_ty)
 the keys of head % GROUP are read instead of head // GROUP
@@ -159,13 +146,7 @@ tl.dot without input_precision="ieee": a GPU rounds float32 factors to TF32
 - tl.trans(key), input_precision="ieee" => tl.trans(key)
 - acc * decay[:, None], input_precision="ieee" => acc * decay[:, None]
 
-# flash_backward_dq_kernel
-the natural logsumexp is used as if it were in base 2
-- other=0.0) * LOG2E => other=0.0)
-the scale of the scores is missing in the gradient
-- acc * scale => acc
-the row sums are not subtracted
-- (dp - sums[:, None]) => dp
+# flash_forward_kernel, flash_backward_dq_kernel
 the causal mask is aligned to the first key, but query t sees the keys up to t + S - T
 - rows[:, None] + S - T => rows[:, None]
 - tl.maximum(i * ROWS + S - T + 1, 0) // COLS * COLS => 0
@@ -179,6 +160,14 @@ the causal mask is ignored
 keys and values are loaded without a mask: the last tile reads beyond their end
 - k + part, mask=there, other=0.0 => k + part
 - v + part, mask=there, other=0.0 => v + part
+
+# flash_backward_dq_kernel
+the natural logsumexp is used as if it were in base 2
+- other=0.0) * LOG2E => other=0.0)
+the scale of the scores is missing in the gradient
+- acc * scale => acc
+the row sums are not subtracted
+- (dp - sums[:, None]) => dp
 the store of the row sums has no mask
 - sums, mask=rows < T => sums
 tiles above the diagonal are read and masked instead of skipped
