@@ -151,6 +151,8 @@ only the clipped term is used: a ratio outside of the limits then never gets a g
 - torch.maximum(plain, clipped) => clipped
 the ratio is not clipped at all
 - torch.maximum(plain, clipped) => plain
+the log-ratio has a limit of its own: where A is negative, the loss grows with the ratio without one
+- torch.where(advantages < 0, log_ratio, log_ratio.clamp(max=80)).exp() => log_ratio.clamp(-20, 5).exp()
 the loss has the sign of the objective, so good answers become rarer
 - torch.maximum(plain, clipped) => -torch.maximum(plain, clipped)
 the lower limit is used on both sides

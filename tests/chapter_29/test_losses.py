@@ -454,12 +454,12 @@ def test_policy_loss_reads_nothing_masked(level, dtype):
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_policy_loss_of_a_ratio_too_large_for_a_float(level):
-    case(f"level={level!r}, log-ratios of 100, advantages 1 and 0")
-    log_probs, old = torch.zeros(2, 1, requires_grad=True), torch.full((2, 1), -100.0)
-    losses, _ = rewards.policy_loss(log_probs, old, torch.tensor([1.0, 0.0]), torch.ones(2, 1), level=level)
-    expect_close(losses.detach(), torch.tensor([[-1.2], [0.0]]), name="losses", read=RETURNS)
+    case(f"level={level!r}, log-ratios of 100, 100 and 6, advantages 1, 0 and -1")
+    log_probs, old = torch.zeros(3, 1, requires_grad=True), torch.tensor([[-100.0], [-100.0], [-6.0]])
+    losses, _ = rewards.policy_loss(log_probs, old, torch.tensor([1.0, 0.0, -1.0]), torch.ones(3, 1), level=level)
+    expect_close(losses.detach(), torch.tensor([[-1.2], [0.0], [math.exp(6)]]), name="losses", read=RETURNS)
     (gradient,) = torch.autograd.grad(losses.sum(), log_probs)
-    expect_close(gradient, torch.zeros(2, 1), name="gradient", read=RETURNS)
+    expect_close(gradient, torch.tensor([[0.0], [0.0], [math.exp(6)]]), name="gradient", read=RETURNS)
 
 
 def test_policy_loss_has_one_gradient_and_no_third_clip():
