@@ -206,7 +206,7 @@ class Steps:
 
     def warm_up(self, show: Callable[[list[int]], Iterable[int]] = iter) -> None:
         """Record the graphs of all batch sizes, which ``show`` passes on one by one, perhaps with a progress bar."""
-        tiled = {size for size in self.tiled_rows if size <= self._tiled_size(self.n_rows) and GRAPH_ROWS < self.n_rows}
+        tiled = {size for size in self.tiled_rows if size <= self._tiled_size(self.n_rows) and self.n_rows > GRAPH_ROWS}
         for size in show(sorted({batch_size(n) for n in range(1, GRAPH_ROWS + 1)} | tiled, reverse=True)):
             self.wait()
             if size in tiled:

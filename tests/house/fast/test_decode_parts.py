@@ -83,10 +83,8 @@ def test_prompts_attend_to_their_blocks(device):
     qkv = normal(sum(sizes), (n_heads + 2 * n_kv_heads) * width, device=device, seed=1)
     blocks = torch.tensor([table + [0] * (3 - len(table)) for table in tables], device=device)
     most = ROWS // (n_heads // n_kv_heads)
-    fields = [torch.tensor(field, device=device) for field in cut(starts, sizes, most)]
-    fields = [
-        torch.cat([field, field.new_tensor([padding])]) for field, padding in zip(fields, (0, 0, 0, -1), strict=True)
-    ]
+    cuts = zip(cut(starts, sizes, most), (0, 0, 0, -1), strict=True)  # and a tile that is padding
+    fields = [torch.tensor([*field, padding], device=device) for field, padding in cuts]
     queries = qkv[:, : n_heads * width].contiguous()
     found, row = prompt_attention(queries, keys, values, Tiles(blocks, *fields)), 0
     for start, n, table in zip(starts, sizes, tables, strict=True):
