@@ -5,6 +5,7 @@ continuous batching, which needs ``pip install accelerate openai``. The folder h
 of ``lib.bench.serving``, with random weights and no token that ends an answer. ``lib.bench.load`` sends requests at
 random moments, whether or not those before are answered, and counts those of a steady window.
 
+A server that does not keep up with a rate gets no higher one.
 The book's server gets three loads more, at the highest rate: with a cache so small that the youngest requests lose
 their blocks and begin again; with prompts that begin alike; and with prompts as long that differ from the first word.
 
@@ -140,7 +141,9 @@ def write_trace(path: Path, rate: float, options: Any, *, alike: bool) -> None:
 
 
 def measure(name: str, url: str, folder: Path, options: Any) -> dict[str, Any]:
-    """A summary for each of the loads, by its rate, and how the book's server counted."""
+    """A summary for each of the loads, by its rate, and how the book's server counted; the first with which the server
+    does not keep up is the last.
+    """
     top = max(options.rate)
     rates = options.rate if name in (BOOK, TRANSFORMERS) else [top]
     found = {}
@@ -160,6 +163,8 @@ def measure(name: str, url: str, folder: Path, options: Any) -> dict[str, Any]:
         if before:
             after = counts(url)
             found[f"{rate:g}"]["counted"] = {key: after[key] - before[key] for key in COUNTS}
+        if not found[f"{rate:g}"]["server_kept_up"]:
+            break
     return found
 
 
