@@ -201,8 +201,11 @@ class Steps:
         if self.device.type != "cuda":
             return self._decode(size)[:n]
         if size not in self.graphs:
-            self.graphs[size] = capture(lambda: self._decode(size), n_warmup=1, pool=self.pool)
+            self.graphs[size] = self._record(lambda: self._decode(size))
         return self.graphs[size]()[:n]
+
+    def _record(self, step: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        return capture(step, n_warmup=1, pool=self.pool)
 
     def warm_up(self, show: Callable[[list[int]], Iterable[int]] = iter) -> None:
         """Record the graphs of all batch sizes, which ``show`` passes on one by one, perhaps with a progress bar."""
@@ -242,13 +245,20 @@ class Steps:
         if self.device.type != "cuda" or size not in self.tiled_rows:
             return self._decode_tiled(size)[: len(asked)]
         if size not in self.tiled_graphs:
-            self.tiled_graphs[size] = capture(lambda: self._decode_tiled(size), n_warmup=1, pool=self.pool)
+            self.tiled_graphs[size] = self._record(lambda: self._decode_tiled(size))
         return self.tiled_graphs[size]()[: len(asked)]
 
     def _decode_tiled(self, size: int) -> Float[Tensor, "r v"]:
         fields, tiles, asked = self._tiled_parts(self._tiled[: self._tiled_end(size)], size)
         tables = self._rows[self.fields.size :].view(-1, self.tables.shape[1])
-        return self.prompts(self._tokens(fields[0]), fields[1], fields[2], asked, Tiles(tables, *tiles))
+        return self.prompts(fields[0], fields[1], fields[2], asked, Tiles(tables, *tiles))
+
+    def _embed(self, known: Int[Tensor, " n"]) -> Float[Tensor, "n c"]:
+        return embed(known, self.sampled, self.model.tok_embeddings.weight)
+
+    def _whole(self, product: Float[Tensor, "p n c"]) -> Float[Tensor, "q n c"]:
+        """What a product adds to the residual stream, in parts; a model that is divided sums over its ranks here."""
+        return product
 
     def _tokens(self, known: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
         """Tokens, of which -1 - row stands for ``sampled[row]``."""
@@ -276,7 +286,7 @@ class Steps:
     def _decode(self, size: int) -> Float[Tensor, "b v"]:
         fields = self._rows[: self.fields.size].view(FIELDS, -1)[:, :size]
         tables = self._rows[self.fields.size :].view(-1, self.tables.shape[1])
-        x, parts = embed(fields[0], self.sampled, self.model.tok_embeddings.weight), self._n_parts(size)
+        x, parts = self._embed(fields[0]), self._n_parts(size)
 
         def attend(i: int, qkv: Tensor) -> Tensor:
             if self._alone(x):
@@ -296,14 +306,14 @@ class Steps:
         """The logits, float32, of some rows of tokens of any number of sequences.
 
         Args:
-            tokens: One sequence's tokens after another's.
+            tokens: One sequence's tokens after another's; -1 - row stands for ``sampled[row]``.
             positions: Of each in its own sequence.
             slots: The place of each in the cache.
             last: The rows whose next token is asked for.
             tiles: The sequences' blocks, and how their queries are cut into tiles.
         """
 
-        x = self.model.tok_embeddings(tokens)
+        x = self._embed(tokens)
 
         def attend(i: int, qkv: Tensor) -> Tensor:
             queries = self._stored(i, qkv, positions, slots, x.dtype)
@@ -336,8 +346,8 @@ class Steps:
                 one_row(mean, layer.wo, into=x)
                 one_row(one_row(x, layer.w13, layer.ffn_norm, eps, gated=True), layer.w2, into=x)
             else:
-                normed = add_norm(x, times(mean, layer.wo), layer.ffn_norm, eps)
-                added = times(gated(normed, layer.w13), layer.w2)
+                normed = add_norm(x, self._whole(times(mean, layer.wo)), layer.ffn_norm, eps)
+                added = self._whole(times(gated(normed, layer.w13), layer.w2))
         return x, added
 
     def _logits(self, x: Tensor, added: Tensor | None, rows: Tensor | None = None) -> Tensor:

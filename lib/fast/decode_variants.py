@@ -70,7 +70,7 @@ class VariantSteps(Steps):
     ) -> Float[Tensor, "c v"]:  # fmt: skip
         """As `Steps.prompts`."""
         attend = partial(self._attend, slots, tiles, self.tile_queries, lambda window: 1)
-        return self.model.next_logits(tokens, positions, last, attend)
+        return self.model.next_logits(self._tokens(tokens), positions, last, attend)
 
     def _attend(
         self, slots: Tensor, tiles: Tiles, queries: int, n_parts: Callable[[int | None], int],

@@ -75,7 +75,7 @@ def make_parser() -> Parser:
         "--tensor", type=whole(1, MOST_RANKS), default=1, metavar="RANKS",
         help="divide a Llama among so many ranks, a process each, with chapter 13's layers: every rank holds some of "
         "the heads with their cache, and some of the feed-forward features. Each rank has a GPU of its own (NCCL), or "
-        "they share the CPU (gloo). All steps are plain ones, without CUDA graphs; default: 1",
+        "they share the CPU (gloo); default: 1",
     )  # fmt: skip
     http = parser.add_argument_group("HTTP")
     http.add_argument(
