@@ -101,6 +101,7 @@ def test_the_fast_way_gives_the_same_tokens(fast, model, make, most, monkeypatch
     Those of more than ``most`` are padded to 8, and attend in tiles.
     """
     monkeypatch.setattr(serving, "GRAPH_ROWS", most)
+    monkeypatch.setattr(decode, "GRAPH_ROWS", most)
     monkeypatch.setattr(decode, "TILED_ROWS", (8,))
     expected = plainly(model, mixed_requests(), Scheduler(7, 5, 4))
     engine, sizes = make(model, Scheduler(7, 5, 4)), []

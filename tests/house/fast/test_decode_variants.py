@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+import lib.fast.decode as decode
 import lib.fast.serving as serving
 from lib.fast.attention.paged import Tiles, cut
 from lib.fast.attention.paged_variants import variant_attention
@@ -70,9 +71,11 @@ def test_the_captured_step_gives_the_plain_ways_tokens(family, device, monkeypat
     expected = tokens_of(PrefixEngine(model, Scheduler(5, 4, 4)), "step")
     assert len({tuple(tokens) for tokens in expected}) == 2
     monkeypatch.setattr(serving.Runner, "is_fast", lambda engine: can_run(engine.model, engine.cache))
+    monkeypatch.setattr(serving, "GRAPH_ROWS", MOST[family])
+    monkeypatch.setattr(decode, "GRAPH_ROWS", MOST[family])
+    monkeypatch.setattr(decode, "TILED_ROWS", (6,))
     engine = PrefixEngine(model, Scheduler(5, 4, 4))
     assert isinstance(engine.steps, VariantSteps)
-    monkeypatch.setattr(serving, "GRAPH_ROWS", MOST[family])
     assert tokens_of(engine, "step_ahead") == expected
 
 

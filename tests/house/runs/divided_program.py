@@ -45,16 +45,16 @@ def make_requests() -> list[Wanted]:
 
 def serve_captured(rank: int, n_ranks: int, path: Path) -> list[Any]:
     """On rank 0 what differs from one process, where steps are those that GPUs capture: with more than four tokens in
-    tiles, in a graph for 8 or 16.
+    tiles, in a graph for 8.
     """
     divided.can_capture = lambda cache: True
-    serving.GRAPH_ROWS, decode.TILED_ROWS = 4, (8, 16)
+    serving.GRAPH_ROWS, decode.GRAPH_ROWS, decode.TILED_ROWS = 4, 4, (8,)
     model, pipe = divide(make_model()), connect(rank, path)
-    scheduler = Scheduler(16, N_BLOCKS, BLOCK)
+    scheduler = Scheduler(8, N_BLOCKS, BLOCK)
     if rank:
         Follower(model, scheduler).follow(pipe)
         return []
-    requests, engine = make_requests()[2:8], Leader(model, scheduler, [pipe])
+    requests, engine = make_requests()[3:6], Leader(model, scheduler, [pipe])
     tokens, _ = lead(engine, requests, share=0.0)
     pipe.close()
     alone = make_model()
