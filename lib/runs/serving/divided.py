@@ -316,4 +316,6 @@ def main(connection: Connection, options: Any, place: Place) -> None:
             os._exit(1)  # NCCL would wait for the others
     for pipe in place.pipes:
         pipe.close()
+    if made[0].steps is not None:  # NCCL would wait for the graphs that hold its kernels
+        os._exit(0)
     dist.destroy_process_group()
