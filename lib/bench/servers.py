@@ -5,6 +5,7 @@ continuous batching, which needs ``pip install accelerate openai``. The folder h
 of ``lib.bench.serving``, with random weights and no token that ends an answer. ``lib.bench.load`` sends requests at
 random moments, whether or not those before are answered, and counts those of a steady window.
 
+A server that does not keep up with a rate gets no higher one.
 The book's server gets three loads more, at the highest rate: with a cache so small that the youngest requests lose
 their blocks and begin again; with prompts that begin alike; and with prompts as long that differ from the first word.
 
@@ -21,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -32,7 +34,7 @@ from lib.bench.serving_http import CONTEXT, VOCAB, read_metrics, write_tokenizer
 from lib.given.data.corpora import language_reference
 from lib.given.data.record import MEASUREMENTS
 from lib.given.data.record import load as load_record
-from lib.given.models.llama import LlamaConfig
+from lib.given.models.llama import LlamaConfig, hf_tensors
 from lib.runs.flags import ProgramParser, positive, whole
 
 BOOK, TRANSFORMERS = "this book", "Transformers"
@@ -49,20 +51,24 @@ VLLM = (
 )
 
 
-def write_folder(config: LlamaConfig, folder: Path) -> None:
+def write_folder(config: LlamaConfig, folder: Path, device: str) -> None:
     """A Llama with random weights and a tokenizer, in Transformers' format."""
     import torch
-    import transformers
+    from safetensors.torch import save_file
 
-    c = config
-    theirs = transformers.LlamaConfig(
-        vocab_size=VOCAB, hidden_size=c.dim, intermediate_size=c.hidden_dim, num_hidden_layers=c.n_layers,
-        num_attention_heads=c.n_heads, num_key_value_heads=c.n_kv_heads, max_position_embeddings=CONTEXT,
-        bos_token_id=None, eos_token_id=None, pad_token_id=0, dtype="bfloat16",
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model: Any = transformers.LlamaForCausalLM(theirs)
-    model.to(torch.bfloat16).save_pretrained(folder)
+    folder.mkdir()
+    c, generator = config, torch.Generator(device).manual_seed(0)
+    sizes = {"vocab_size": VOCAB, "hidden_size": c.dim, "intermediate_size": c.hidden_dim,
+             "num_hidden_layers": c.n_layers, "num_attention_heads": c.n_heads, "num_key_value_heads": c.n_kv_heads,
+             "max_position_embeddings": CONTEXT, "rms_norm_eps": c.norm_eps, "rope_theta": c.rope_theta}  # fmt: skip
+    names = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "dtype": "bfloat16", "hidden_act": "silu"}
+    names |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+    (folder / "config.json").write_text(json.dumps(sizes | names | {"tie_word_embeddings": False}), encoding="utf-8")
+    weights = {}
+    for name, (_, shape) in hf_tensors(replace(c, vocab_size=VOCAB)).items():
+        made = torch.full(shape, 1.0 if len(shape) == 1 else 0.0, dtype=torch.bfloat16, device=device)
+        weights[name] = (made if len(shape) == 1 else made.normal_(std=0.02, generator=generator)).cpu()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     write_tokenizer(folder / "tokenizer.json")
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": CONTEXT}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
@@ -140,7 +146,9 @@ def write_trace(path: Path, rate: float, options: Any, *, alike: bool) -> None:
 
 
 def measure(name: str, url: str, folder: Path, options: Any) -> dict[str, Any]:
-    """A summary for each of the loads, by its rate, and how the book's server counted."""
+    """A summary for each of the loads, by its rate, and how the book's server counted; the first with which the server
+    does not keep up is the last.
+    """
     top = max(options.rate)
     rates = options.rate if name in (BOOK, TRANSFORMERS) else [top]
     found = {}
@@ -160,6 +168,8 @@ def measure(name: str, url: str, folder: Path, options: Any) -> dict[str, Any]:
         if before:
             after = counts(url)
             found[f"{rate:g}"]["counted"] = {key: after[key] - before[key] for key in COUNTS}
+        if not found[f"{rate:g}"]["server_kept_up"]:
+            break
     return found
 
 
@@ -199,7 +209,7 @@ def main(argv: list[str] | None = None) -> None:
 
     with tempfile.TemporaryDirectory() as work:
         folder = Path(work, "llama")
-        write_folder(SMALL if options.tiny else LARGE.config, folder)
+        write_folder(SMALL if options.tiny else LARGE.config, folder, options.device)
         for server, loads in SERVERS.items():
             if wanted := [name for name in loads if name in options.only]:
                 with serving(server, folder, options) as url:

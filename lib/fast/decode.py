@@ -1,9 +1,12 @@
-"""Chapter 4's Llama on tokens of many requests, with few launches; a step of few tokens is one launch of a CUDA graph.
+"""Chapter 4's Llama on tokens of many requests, with few launches: a step is one launch of a CUDA graph.
 
 Chapter 21's step takes its time on the host, which launches many small kernels for each layer.
-`Steps` computes the same with fewer, and records them once for each of some batch sizes.
+`Steps` computes the same with fewer, and records them once for each of some numbers of tokens.
 What changes from step to step (tokens, positions, slots, tables, lengths) lies in buffers whose addresses never change.
-A single copy fills them before a replay.
+A copy or two fill them before a replay.
+
+A step of up to `GRAPH_ROWS` tokens attends row by row, as decoding does, and splits long sequences along their keys.
+A step of more tokens holds prompts. There a tile of queries reads its sequence's keys once.
 """
 
 from collections.abc import Callable, Iterable
@@ -16,7 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from lib.fast.attention.one_row import one_row_attention
-from lib.fast.attention.paged import Tiles, prompt_attention
+from lib.fast.attention.paged import ROWS, Tiles, heads_of, prompt_attention
 from lib.fast.models import capture
 from lib.fast.parts.early import launch_early
 from lib.fast.parts.narrow import MANY_ROWS, SOME_ROWS, Narrow, NarrowLinear, few_rows, join, widen
@@ -25,12 +28,15 @@ from lib.fast.parts.packed import Packed, block_attention_kernel, pointers
 from lib.fast.parts.rows import add_norm, embed, gate, merge, rotate_and_store
 from lib.given.kernels.mode import HAS_TRITON, INTERPRETED, triton
 
-GRAPH_ROWS = 256  # of the largest graph
+GRAPH_ROWS = 256  # of the largest graph that attends row by row; sequences of any graph at most
+TILED_ROWS = (384, 512, 768, 1024, 1536, 2048)  # of the graphs that attend in tiles
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 TILE = 16 if INTERPRETED else 64  # positions that the paged kernel reads at a time
 MOST_PARTS = 16  # of a sequence's positions, which different programs attend to
 FIELDS = 4  # of a sequence, before its table: token, position, slot, length
 PADDING = np.array([[0], [0], [-1], [0]])  # where a batch has no sequence: nothing is written, nothing is attended to
+TOKEN_FIELDS, TILE_FIELDS = 3, 4  # of a token: as above, but for its length; of a tile, as in `Tiles`
+TILE_PADDING = np.array([[0], [0], [0], [-1]])
 
 
 class Layer(NamedTuple):
@@ -123,7 +129,7 @@ class Steps:
         model: Chapter 4's ``Llama``, for which `can_step` holds. Its weights stay the same, but some become parts of
             larger tensors.
         cache: Chapter 21's ``PagedCache``.
-        n_rows: Rows of ``sampled``: chunks of a step at most.
+        n_rows: Tokens of a step at most.
 
     Attributes:
         fields: ``[FIELDS, GRAPH_ROWS]``, a numpy array: token, position, slot and length of each row of the next
@@ -132,6 +138,7 @@ class Steps:
         tables: ``[GRAPH_ROWS, M]``, a numpy array: the blocks of each row's sequence.
         sampled: ``[n_rows]``, int64, on the device: the token that each row of the last step led to.
             The caller who samples writes it.
+        tile_queries: Queries of a tile at most.
     """
 
     def __init__(self, model: Any, cache: Any, n_rows: int = GRAPH_ROWS) -> None:
@@ -144,13 +151,24 @@ class Steps:
         self.fields = host[:n_fields].view(FIELDS, -1).numpy()
         self.tables = host[n_fields:].view(-1, width).numpy()
         self.sampled = torch.zeros(max(n_rows, GRAPH_ROWS), dtype=torch.int64, device=self.device)
+        self.n_rows, self.tile_queries = n_rows, max(1, ROWS // heads_of(self.config.n_heads // cache.keys.shape[3]))
+        self.tiled_rows = TILED_ROWS if self.waits_for_nothing else ()
+        longest = self._tiled_end(self._tiled_size(n_rows))
+        self._tiled_host = torch.zeros(longest, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        self._tiled = torch.zeros_like(self._tiled_host, device=self.device, pin_memory=False)
         self._read = torch.cuda.Event() if self.device.type == "cuda" else None
-        self.graphs: dict[int, Callable[[], Tensor]] = {}
+        self.graphs: dict[int, Callable[[], Tensor]] = {}  # by their rows
+        self.tiled_graphs: dict[int, Callable[[], Tensor]] = {}
         self.pool: Any = None
         self.processors = 1
         if self.device.type == "cuda":
             self.pool = torch.cuda.graph_pool_handle()
             self.processors = torch.cuda.get_device_properties(self.device).multi_processor_count
+
+    @property
+    def waits_for_nothing(self) -> bool:
+        """Whether the host may launch a step of any number of tokens without waiting for the device."""
+        return True
 
     def _prepare(self) -> list[Any]:
         """The layers' weights, and all else that must be on the device before the first step."""
@@ -183,19 +201,92 @@ class Steps:
         if self.device.type != "cuda":
             return self._decode(size)[:n]
         if size not in self.graphs:
-            self.graphs[size] = capture(lambda: self._decode(size), n_warmup=1, pool=self.pool)
+            self.graphs[size] = self._record(lambda: self._decode(size))
         return self.graphs[size]()[:n]
+
+    def _record(self, step: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        return capture(step, n_warmup=1, pool=self.pool)
 
     def warm_up(self, show: Callable[[list[int]], Iterable[int]] = iter) -> None:
         """Record the graphs of all batch sizes, which ``show`` passes on one by one, perhaps with a progress bar."""
-        for size in show(sorted({batch_size(n) for n in range(1, GRAPH_ROWS + 1)}, reverse=True)):
-            self.fields[:, :size] = PADDING
-            self.decode(size)
+        tiled = {size for size in self.tiled_rows if size <= self._tiled_size(self.n_rows) and self.n_rows > GRAPH_ROWS}
+        for size in show(sorted({batch_size(n) for n in range(1, GRAPH_ROWS + 1)} | tiled, reverse=True)):
+            self.wait()
+            if size in tiled:
+                self.decode_tiled(PADDING[:TOKEN_FIELDS].repeat(size, 1), TILE_PADDING, [0])
+            else:
+                self.fields[:, :size] = PADDING
+                self.decode(size)
+
+    @torch.no_grad()
+    def decode_tiled(self, fields: Any, tiles: Any, asked: list[int]) -> Float[Tensor, "r v"]:
+        """The logits, float32, after some of the tokens of a step that is too long for `decode`.
+
+        The next call overwrites them. Call ``wait`` before you change ``tables`` for the next step.
+
+        Args:
+            fields: ``[3, N]``: token, position and slot of each, one sequence's tokens after another's.
+            tiles: ``[4, T]``: the fields of `Tiles`, whose sequences are rows of ``tables``. Each sequence has at
+                least one tile, and each tile but its last has ``tile_queries`` queries.
+            asked: R rows whose next token is asked for. They and the sequences are at most `GRAPH_ROWS`.
+        """
+        (_, n), (_, n_tiles), size = fields.shape, tiles.shape, self._tiled_size(fields.shape[1])
+        end = self._tiled_end(size)
+        rows, own, queries = self._tiled_parts(self._tiled_host[:end].numpy(), size)
+        rows[:, :n], rows[:, n:] = fields, PADDING[:TOKEN_FIELDS]
+        own[:, :n_tiles], own[:, n_tiles:] = tiles, TILE_PADDING
+        queries[: len(asked)], queries[len(asked) :] = asked, 0
+        self._tiled[:end].copy_(self._tiled_host[:end], non_blocking=True)
+        begin = self.fields.size
+        n_blocks = (int(tiles[0, -1]) + 1) * self.tables.shape[1]
+        self._rows[begin : begin + n_blocks].copy_(self._host[begin : begin + n_blocks], non_blocking=True)
+        if self._read is not None:
+            self._read.record()
+        if self.device.type != "cuda" or size not in self.tiled_rows:
+            return self._decode_tiled(size)[: len(asked)]
+        if size not in self.tiled_graphs:
+            self.tiled_graphs[size] = self._record(lambda: self._decode_tiled(size))
+        return self.tiled_graphs[size]()[: len(asked)]
+
+    def _decode_tiled(self, size: int) -> Float[Tensor, "r v"]:
+        fields, tiles, asked = self._tiled_parts(self._tiled[: self._tiled_end(size)], size)
+        tables = self._rows[self.fields.size :].view(-1, self.tables.shape[1])
+        return self.prompts(fields[0], fields[1], fields[2], asked, Tiles(tables, *tiles))
+
+    def _embed(self, known: Int[Tensor, " n"]) -> Float[Tensor, "n c"]:
+        return embed(known, self.sampled, self.model.tok_embeddings.weight)
+
+    def _whole(self, product: Float[Tensor, "p n c"]) -> Float[Tensor, "q n c"]:
+        """What a product adds to the residual stream, in parts; a model that is divided sums over its ranks here."""
+        return product
+
+    def _tokens(self, known: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
+        """Tokens, of which -1 - row stands for ``sampled[row]``."""
+        sampled = self.sampled[(-1 - known).clamp(min=0)].clamp(min=0)  # below 0 for a request that has ended
+        return torch.where(known < 0, sampled, known)
+
+    def _tiled_size(self, n: int) -> int:
+        """The size of the graph that runs n tokens in tiles; n itself, without a graph, if none is as large."""
+        return next((size for size in self.tiled_rows if n <= size), n)
+
+    def _n_tiles(self, size: int) -> int:
+        """Tiles of so many tokens at most."""
+        return size // self.tile_queries + GRAPH_ROWS
+
+    def _tiled_end(self, size: int) -> int:
+        """Numbers that a step in tiles reads, but for its tables."""
+        return TOKEN_FIELDS * size + TILE_FIELDS * self._n_tiles(size) + GRAPH_ROWS
+
+    def _tiled_parts(self, numbers: Any, size: int) -> tuple[Any, Any, Any]:
+        """The tokens' fields, the tiles' fields and the rows that are asked for, in a flat array or tensor."""
+        n_fields, n_tiles = TOKEN_FIELDS * size, self._n_tiles(size)
+        fields, tiles = numbers[:n_fields], numbers[n_fields : n_fields + TILE_FIELDS * n_tiles]
+        return fields.reshape(TOKEN_FIELDS, size), tiles.reshape(TILE_FIELDS, n_tiles), numbers[-GRAPH_ROWS:]
 
     def _decode(self, size: int) -> Float[Tensor, "b v"]:
         fields = self._rows[: self.fields.size].view(FIELDS, -1)[:, :size]
         tables = self._rows[self.fields.size :].view(-1, self.tables.shape[1])
-        x, parts = embed(fields[0], self.sampled, self.model.tok_embeddings.weight), self._n_parts(size)
+        x, parts = self._embed(fields[0]), self._n_parts(size)
 
         def attend(i: int, qkv: Tensor) -> Tensor:
             if self._alone(x):
@@ -215,14 +306,14 @@ class Steps:
         """The logits, float32, of some rows of tokens of any number of sequences.
 
         Args:
-            tokens: One sequence's tokens after another's.
+            tokens: One sequence's tokens after another's; -1 - row stands for ``sampled[row]``.
             positions: Of each in its own sequence.
             slots: The place of each in the cache.
             last: The rows whose next token is asked for.
             tiles: The sequences' blocks, and how their queries are cut into tiles.
         """
 
-        x = self.model.tok_embeddings(tokens)
+        x = self._embed(tokens)
 
         def attend(i: int, qkv: Tensor) -> Tensor:
             queries = self._stored(i, qkv, positions, slots, x.dtype)
@@ -255,8 +346,8 @@ class Steps:
                 one_row(mean, layer.wo, into=x)
                 one_row(one_row(x, layer.w13, layer.ffn_norm, eps, gated=True), layer.w2, into=x)
             else:
-                normed = add_norm(x, times(mean, layer.wo), layer.ffn_norm, eps)
-                added = times(gated(normed, layer.w13), layer.w2)
+                normed = add_norm(x, self._whole(times(mean, layer.wo)), layer.ffn_norm, eps)
+                added = self._whole(times(gated(normed, layer.w13), layer.w2))
         return x, added
 
     def _logits(self, x: Tensor, added: Tensor | None, rows: Tensor | None = None) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lib.fast.attention.paged import ROWS, Tiles, heads_of
+from lib.fast.attention.paged import Tiles
 from lib.fast.attention.paged_variants import store, variant_attention
 from lib.fast.decode import DTYPES, GRAPH_ROWS, TILE, Steps, can_step
 from lib.given.kernels.mode import HAS_TRITON, INTERPRETED
@@ -45,6 +45,11 @@ def make_steps(model: Any, cache: Any, n_rows: int) -> Steps:
 class VariantSteps(Steps):
     """`Steps` of a model with ``next_logits``, ``ropes`` and ``sinks``; its ``config`` has windows and a soft cap."""
 
+    @property
+    def waits_for_nothing(self) -> bool:
+        """As in `Steps`: not if experts run one after the other, each on the tokens that chose it."""
+        return not self.config.n_experts
+
     def _prepare(self) -> list[Any]:
         self.model.ropes_on(self.device)
         self.each, self.sinks = torch.arange(GRAPH_ROWS, device=self.device), self.model.sinks
@@ -53,8 +58,7 @@ class VariantSteps(Steps):
     def _decode(self, size: int) -> Float[Tensor, "b v"]:
         fields = self._rows[: self.fields.size].view(len(self.fields), -1)[:, :size]
         tables = self._rows[self.fields.size :].view(-1, self.tables.shape[1])
-        known = self.sampled[(-1 - fields[0]).clamp(min=0)].clamp(min=0)  # below 0 for a request that has ended
-        tokens, each = torch.where(fields[0] < 0, known, fields[0]), self.each[:size]
+        tokens, each = self._tokens(fields[0]), self.each[:size]
         tiles = Tiles(tables, each, each, fields[1], fields[3].clamp(max=1))
         attend = partial(self._attend, fields[2], tiles, 1, partial(self._n_parts_seen, size))
         return self.model.next_logits(tokens, fields[1], each, attend)
@@ -65,9 +69,8 @@ class VariantSteps(Steps):
         last: Int[Tensor, " c"], tiles: Tiles,
     ) -> Float[Tensor, "c v"]:  # fmt: skip
         """As `Steps.prompts`."""
-        queries = max(1, ROWS // heads_of(self.config.n_heads // self.cache.keys.shape[3]))
-        attend = partial(self._attend, slots, tiles, queries, lambda window: 1)
-        return self.model.next_logits(tokens, positions, last, attend)
+        attend = partial(self._attend, slots, tiles, self.tile_queries, lambda window: 1)
+        return self.model.next_logits(self._tokens(tokens), positions, last, attend)
 
     def _attend(
         self, slots: Tensor, tiles: Tiles, queries: int, n_parts: Callable[[int | None], int],

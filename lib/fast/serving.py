@@ -1,7 +1,7 @@
 """Runs a model on the tokens of many requests at once: the basis of chapter 21's engine and of the server.
 
 On a GPU a Llama takes the fast way (`lib.fast.decode`; for chapter 23's variants, `lib.fast.decode_variants`): the
-tokens of a step pass through a CUDA graph; where they are too many for one, prompts pass through fused kernels.
+tokens of a step, prompts and all, pass through a CUDA graph.
 The learner's engine reads each step's logits before it schedules the next.
 `Runner.step_ahead` schedules the next step while the device computes this one, so that the work of both overlaps.
 """
@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from lib.fast.attention.paged import Tiles, cut
+from lib.fast.attention.paged import cut
 from lib.fast.decode import GRAPH_ROWS
 from lib.fast.decode_variants import can_run, make_steps
 from lib.fast.parts.sample import NOT_FINITE, sample_rows
@@ -206,65 +206,84 @@ class Runner:
         """
         if self.steps is None:
             return self._in_a_row(chunks), self._by_row(chunks)
-        fits = sum(chunk.n_tokens for chunk in chunks) <= GRAPH_ROWS  # in one graph, prompts and all
-        parts, n_rows, longer = [list[Chunk]()], 0, list[Chunk]()
+        parts, n_rows = [list[Chunk]()], 0
         for chunk in chunks:
-            if not fits and chunk.n_tokens > 1 + self.drafted.get(chunk.progress, 0):
-                longer.append(chunk)
-                continue
-            if n_rows + chunk.n_tokens > GRAPH_ROWS:
+            n = 1 + self.drafted.get(chunk.progress, 0)
+            if n_rows + n > GRAPH_ROWS:
                 parts.append([])
                 n_rows = 0
             parts[-1].append(chunk)
-            n_rows += chunk.n_tokens
-        found = [self._by_graph(part) for part in parts if part]
-        if longer:
-            found.append(self._in_a_row(longer))
-        order = self._by_row([*(chunk for part in parts for chunk in part), *longer])
-        return found[0] if len(found) == 1 else torch.cat(found), order
+            n_rows += n
+        found = [self._by_graph(part) for part in parts]
+        return found[0] if len(found) == 1 else torch.cat(found), self._by_row(chunks)
 
     def _by_row(self, chunks: list[Chunk]) -> list[Chunk]:
         return [chunk for chunk in chunks for _ in range(1 + self.drafted.get(chunk.progress, 0))]
 
     def _by_graph(self, chunks: list[Chunk]) -> Float[Tensor, "n v"]:
-        """The tokens of some chunks, each in a row with its own position and length: so a prompt's tokens, whose keys
-        are all written before any is read, see those before them and none behind.
+        """The tokens of some chunks in one graph: few tokens row by row, and more in tiles."""
+        assert self.steps is not None
+        self.steps.wait()
+        in_rows = sum(chunk.n_tokens for chunk in chunks) <= GRAPH_ROWS
+        return self._in_rows(chunks) if in_rows else self._in_tiles(chunks)
+
+    def _in_rows(self, chunks: list[Chunk]) -> Float[Tensor, "n v"]:
+        """Each token in a row with its own position and length: so a prompt's tokens, whose keys are all written
+        before any is read, see those before them and none behind.
         """
         steps, fields, asked = self.steps, list[tuple[int, int, int, int]](), list[int]()
         assert steps is not None
-        steps.wait()
         for progress, tokens in ((chunk.progress, chunk.tokens) for chunk in chunks):
             sequence, row, end = self._sequence(progress), len(fields), len(fields) + len(tokens)
             start = self.cache.lengths[sequence][0]
-            for i, (token, slot) in enumerate(zip(tokens, self._slots(sequence, row, end), strict=True), start):
+            slots = self._slots(sequence, len(tokens))
+            self._show_table(sequence, row, end)
+            for i, (token, slot) in enumerate(zip(tokens, slots, strict=True), start):
                 fields.append((-1 - self._flight.rows[progress] if token == UNKNOWN else token, i, slot, i + 1))
             asked += range(end - 1 - self.drafted.get(progress, 0), end)
         steps.fields[:, : len(fields)] = np.array(fields, dtype=np.int64).T
         logits = steps.decode(len(fields))
         return logits.clone() if len(asked) == len(fields) else logits[_sent(torch.tensor(asked), logits.device)]
 
-    def _slots(self, sequence: int, row: int, end: int) -> list[int]:
-        """Make a sequence longer by the positions of rows ``row`` to ``end`` of the next step, and put its table there.
+    def _in_tiles(self, chunks: list[Chunk]) -> Float[Tensor, "n v"]:
+        """The tokens of each chunk in tiles of queries, which read its keys together."""
+        steps, starts, sizes, asked = self.steps, list[int](), list[int](), list[int]()
+        assert steps is not None
+        tokens, positions, slots = list[int](), list[int](), list[int]()
+        for row, chunk in enumerate(chunks):
+            progress, new, sequence = chunk.progress, chunk.tokens, self._sequence(chunk.progress)
+            starts.append(self.cache.lengths[sequence][0])
+            sizes.append(len(new))
+            tokens += [-1 - self._flight.rows[progress]] if new == [UNKNOWN] else new
+            positions += range(starts[-1], starts[-1] + len(new))
+            slots += self._slots(sequence, len(new))
+            self._show_table(sequence, row, row + 1)
+            asked += range(len(tokens) - 1 - self.drafted.get(progress, 0), len(tokens))
+        fields = np.array((tokens, positions, slots), dtype=np.int64)
+        tiles = np.array(cut(starts, sizes, steps.tile_queries), dtype=np.int64)
+        return steps.decode_tiled(fields, tiles, asked).clone()
 
-        Returns the positions' slots.
-        """
-        assert self.steps is not None
+    def _slots(self, sequence: int, n_tokens: int) -> list[int]:
+        """Make a sequence longer; returns the slots of its new positions."""
         table, lengths, size = self.cache.tables[sequence], self.cache.lengths[sequence], self.cache.block_size
         place, at = divmod(lengths[0], size)
         is_shared = place < len(table) and self.cache.allocator.n_users[table[place]] > 1
-        if end - row == 1 and place < len(table) and not is_shared:
+        if n_tokens == 1 and place < len(table) and not is_shared:
             lengths[:] = [lengths[0] + 1] * len(lengths)
-            slots = [table[place] * size + at]
-        else:
-            slots = self._extend(sequence, end - row).tolist()
-            table = self.cache.tables[sequence]
-            if is_shared:  # it has been copied: rows may know the table with the block before
-                self.forget_tables()
+            return [table[place] * size + at]
+        slots = self._extend(sequence, n_tokens).tolist()
+        if is_shared:  # it has been copied: rows may know the table with the block before
+            self.forget_tables()
+        return slots
+
+    def _show_table(self, sequence: int, row: int, end: int) -> None:
+        """Put a sequence's table into rows ``row`` to ``end`` of the next step, unless it is there."""
+        assert self.steps is not None
+        table = self.cache.tables[sequence]
         known = [(sequence, len(table))] * (end - row)
         if self._known[row:end] != known:
             self.steps.tables[row:end, : len(table)] = table
             self._known[row:end] = known
-        return slots
 
     def forget_tables(self) -> None:
         """Send all tables anew with the next step: blocks have left the end of one."""
@@ -294,9 +313,7 @@ class Runner:
             _sent(x, device) for x in (row.tokens, row.positions, row.single, row.last, slots)
         )
         row = Layout(tokens, positions, row.sizes, single, last)
-        if self.steps is None:
-            return next_logits(self.model, row.tokens, row.positions, row.last, self._plain_attention(ids, row, slots))
-        return self.steps.prompts(row.tokens, row.positions, slots, row.last, self._tiles(ids, row.sizes))
+        return next_logits(self.model, row.tokens, row.positions, row.last, self._plain_attention(ids, row, slots))
 
     def _plain_attention(self, ids: list[int], row: Layout, slots: Tensor) -> Callable[..., Tensor]:
         ones = [i for i, n in zip(ids, row.sizes, strict=True) if n == 1]
@@ -346,17 +363,6 @@ class Runner:
             mask = sliding_window_mask(q.shape[1], k.shape[1], window, q.device)
             return grouped_attention(q[None], k[None], v[None], mask, None, self.softcap, self.sinks[layer])[0]
         return flash_window_forward(q[None], k[None], v[None], window)[0][0]
-
-    def _tiles(self, ids: list[int], sizes: list[int]) -> Tiles:
-        """What `prompt_attention` needs to know of chunks whose keys and values are in the cache already."""
-        tables, device = [self.cache.tables[i] for i in ids], self.cache.keys.device
-        starts = [self.cache.lengths[i][0] - n for i, n in zip(ids, sizes, strict=True)]
-        config: Any = self.model.config
-        group = config.n_heads // self.cache.keys.shape[3]
-        blocks, *fields = (torch.tensor(x) for x in cut(starts, sizes, tables, group))
-        sent = _sent(torch.cat([blocks, *fields]), device)
-        blocks, *fields = sent.split([len(blocks), *map(len, fields)])
-        return Tiles(blocks.view(len(tables), -1), *fields)
 
     def _sequence(self, progress: Progress) -> int:
         if progress not in self.sequences:

@@ -4,8 +4,8 @@ python -m lib.runs.serve --model tiny --port 8000
 python -m lib.runs.serve --model runs/gpt2 --port 8000
 python -m lib.runs.serve --model ~/models/Llama-2-7b-hf --port 8000 --api-key "$KEY" --host 0.0.0.0
 
-On SIGTERM the server completes the requests that it has begun, refuses new ones, and exits with status 0. A second
-signal ends it at once.
+On SIGTERM the server completes the requests that it has begun, refuses new ones, and exits with status 0, or with 1 if
+its engine has failed before. A second signal ends it at once.
 """
 
 import argparse
@@ -75,7 +75,7 @@ def make_parser() -> Parser:
         "--tensor", type=whole(1, MOST_RANKS), default=1, metavar="RANKS",
         help="divide a Llama among so many ranks, a process each, with chapter 13's layers: every rank holds some of "
         "the heads with their cache, and some of the feed-forward features. Each rank has a GPU of its own (NCCL), or "
-        "they share the CPU (gloo). All steps are plain ones, without CUDA graphs; default: 1",
+        "they share the CPU (gloo); default: 1",
     )  # fmt: skip
     http = parser.add_argument_group("HTTP")
     http.add_argument(
@@ -229,7 +229,7 @@ def make_server(service: Any, grace_s: float, url: str) -> Any:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit status: 0 after a signal, 1 if the engine failed,
+    """Returns the exit status: 0 after a signal, 1 if the engine failed, before it or without one,
     or 2 after one line about what is wrong with the request.
     """
     try:
@@ -263,8 +263,7 @@ def run(service: Any, bound: socket.socket, url: str, grace_s: float) -> int:
     server.run(sockets=[bound])
     if service.link.error:
         print(f"error: {service.link.error}", file=sys.stderr)
-        return 1
-    return 0
+    return 1 if service.link.error or service.link.unhealthy else 0
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ class Tiles(NamedTuple):
         sequence: Each tile's row of ``tables``.
         row: Index of its first query among all tokens of the step.
         position: Of this query in its sequence.
-        n_queries: Queries in the tile.
+        n_queries: Queries in the tile; below 0 for one that is padding.
     """
 
     tables: Int[Tensor, "b m"]
@@ -88,6 +88,7 @@ def prompt_attention_kernel(
             weights *= tl.load(value_scales + kv_head, mask=cols < length, other=0.0)[None, :]
         acc = tl.dot(weights.to(value.dtype), value, acc * decay[:, None], input_precision="ieee")
         m = m_new
+    total = tl.where(total == 0.0, 1.0, total)  # of a tile that is padding
     tl.store(out + token * H * D + places, (acc / total[:, None]).to(out.dtype.element_ty), mask=inside)
 
 
@@ -96,20 +97,20 @@ def heads_of(group: int) -> int:
     return triton.next_power_of_2(group)
 
 
-def cut(starts: list[int], sizes: list[int], tables: list[list[int]], group: int) -> list[list[int]]:
-    """The fields of `Tiles` as lists.
+def cut(starts: list[int], sizes: list[int], most: int) -> list[list[int]]:
+    """The fields of `Tiles`, but for the tables, as lists.
 
-    ``starts`` are the cached positions before each sequence's new tokens, ``sizes`` the new tokens.
+    ``starts`` are the cached positions before each sequence's new tokens, ``sizes`` the new tokens, ``most`` the
+    queries of a tile.
     """
-    step, row = max(1, ROWS // heads_of(group)), 0
+    row = 0
     fields: list[list[int]] = [[], [], [], []]
     for i, (start, size) in enumerate(zip(starts, sizes, strict=True)):
-        for first in range(0, size, step):
-            for field, value in zip(fields, (i, row + first, start + first, min(step, size - first)), strict=True):
+        for first in range(0, size, most):
+            for field, value in zip(fields, (i, row + first, start + first, min(most, size - first)), strict=True):
                 field.append(value)
         row += size
-    longest = max(map(len, tables))
-    return [[block for table in tables for block in table + [0] * (longest - len(table))], *fields]
+    return fields
 
 
 def prompt_attention(queries: Float[Tensor, "n hd"], keys: Any, values: Any, tiles: Tiles) -> Float[Tensor, "n h d"]:

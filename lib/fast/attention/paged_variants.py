@@ -29,7 +29,8 @@ def variant_attention_kernel(
     Args:
         q: Pointer to contiguous ``[N, H, D]``.
         keys, values: Pointers to contiguous ``[n_blocks, SIZE, G, D]``.
-        tables, sequences, rows, positions, counts: Pointers to the fields of `Tiles`. A count of 0 writes zeros.
+        tables, sequences, rows, positions, counts: Pointers to the fields of `Tiles`. A count of 0 writes zeros,
+            one below 0 nothing.
         sinks: Pointer to ``[H]`` if SUNK: each head's weight without a value, which the first part counts.
         o, lse: Pointers to contiguous float32 ``[parts, N, H, D]`` and ``[parts, N, H]``.
         scale, cap: Factor of the scores; their cap if CAPPED.
@@ -45,7 +46,7 @@ def variant_attention_kernel(
     first, n = tl.load(positions + tile), tl.load(counts + tile)
     each, dims = tl.arange(0, HEADS * QUERIES), tl.arange(0, WIDTH)
     query, head = each // HEADS, g * GROUP + each % HEADS
-    used = (query < tl.maximum(n, 1)) & (each % HEADS < GROUP)
+    used = (query < tl.where(n == 0, 1, n)) & (each % HEADS < GROUP)
     place = (row + query).to(tl.int64) * H + head
     inside = used[:, None] & (dims < D)[None, :]
     left = tl.load(q + place[:, None] * D + dims[None, :], mask=inside, other=0.0)

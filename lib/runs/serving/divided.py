@@ -3,6 +3,7 @@
 Rank 0 has the scheduler, the prefix tree, the logits and the sampling. Before each pass through the model it tells the
 other ranks which tokens take part, and where their keys and values belong; then all ranks compute the pass together,
 each with its own heads, feed-forward features and cache. Two all-reduces in each block make one model of their parts.
+On GPUs a pass is a graph on each rank (`lib.runs.serving.divided_steps`).
 """
 
 import os
@@ -22,7 +23,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from lib.fast.serving import Runner
-from lib.given.models.serving import Layout
+from lib.given.models.serving import Chunk, Layout
 from lib.given.models.variants import family_of
 from lib.given.parallel.tensors import rank_part
 from lib.llama import Llama
@@ -30,6 +31,7 @@ from lib.ranks.mpi_launch import loopback
 from lib.runs.flags import UsageError
 from lib.runs.memory import block_bytes, check_need
 from lib.runs.serving import engine, models
+from lib.runs.serving.divided_steps import DividedSteps, Numbers, can_capture
 from lib.runs.serving.packed import position_bytes
 from lib.runs.serving.pairs import load_models
 from lib.runs.serving.prefix import PrefixEngine
@@ -90,9 +92,21 @@ class Leader(PrefixEngine):
     def __init__(self, model: nn.Module, scheduler: Scheduler, pipes: list[Connection], **more: Any) -> None:
         super().__init__(model, scheduler, **more)
         self.pipes = pipes
+        if can_capture(self.cache):
+            self.steps = DividedSteps(model, self.cache, scheduler.max_tokens, self._tell)
 
     def is_fast(self) -> bool:
         return False
+
+    def _tell(self, told: Pass | Numbers) -> None:
+        for pipe in self.pipes:
+            pipe.send(told)
+
+    def _by_graph(self, chunks: list[Chunk]) -> Float[Tensor, "n v"]:
+        self.is_torn = True
+        logits = super()._by_graph(chunks)
+        self.is_torn = False
+        return logits
 
     def pass_row(self, ids: list[int], row: Layout, slots: Int[Tensor, " n"]) -> Float[Tensor, "r v"]:
         """As ``Runner.pass_row``, on all ranks."""
@@ -101,8 +115,7 @@ class Leader(PrefixEngine):
         tables, lengths = [cache.tables[i] for i in ids], [cache.length_of(i) for i in ids]
         copies, cache.copies = cache.copies, []
         self.is_torn = True
-        for pipe in self.pipes:
-            pipe.send(Pass(ids, tables, lengths, row.sizes, fields, copies))
+        self._tell(Pass(ids, tables, lengths, row.sizes, fields, copies))
         logits = super().pass_row(ids, row, slots)
         self.is_torn = False
         return logits
@@ -128,6 +141,8 @@ class Follower(Runner):
 
     def __init__(self, model: nn.Module, scheduler: Scheduler) -> None:
         super().__init__(model, scheduler, PagedCache, paged_attention)
+        if can_capture(self.cache):
+            self.steps = DividedSteps(model, self.cache, scheduler.max_tokens)
 
     def is_fast(self) -> bool:
         return False
@@ -138,8 +153,12 @@ class Follower(Runner):
             while True:
                 self.take(pipe.recv())
 
-    def take(self, told: Pass) -> None:
+    def take(self, told: Pass | Numbers) -> None:
         """Take part in a pass."""
+        if isinstance(told, Numbers):
+            steps: Any = self.steps
+            steps.follow(told)
+            return
         for block, into in told.copies:
             self.cache.copy_block(block, into)
         self.cache.tables = dict(zip(told.ids, told.tables, strict=True))
@@ -244,12 +263,15 @@ def build(options: Any, counts: Counter[str], place: Place) -> tuple[Any, Ready]
         made: Any = Follower(model, scheduler)
     else:
         made = Leader(model, scheduler, place.pipes, **engine.counters(counts))
+    if made.steps is not None:
+        made.steps.warm_up(engine.progress if place.rank == 0 else iter)
     dist.barrier()  # once rank 0 is ready, all are
     per_position = position_bytes(model.config, dtype, None)
     note = f"a position of the cache takes {per_position:,} bytes on each rank, in {str(dtype).removeprefix('torch.')}"
+    way, what = engine.describe_path(made)
     ready = Ready(
         served.name, served.tokenizer, served.template, whole.vocab_size, whole.context_len, scheduler.n_blocks,
-        ("plain", describe(whole, place.n_ranks)), (note,), per_position,
+        (way, f"{what}; on {describe(whole, place.n_ranks)}"), (note,), per_position,
     )  # fmt: skip
     return made, ready
 
@@ -263,12 +285,10 @@ def plan(config: Any, options: Any, dtype: torch.dtype, device: torch.device) ->
 
 
 def describe(config: Any, n_ranks: int) -> str:
-    """A sentence for the log: the way of a step, and what each rank has."""
+    """For the log: what each rank has."""
     heads = f"{config.n_heads // n_ranks} of {config.n_heads} heads"
     groups = f"{config.n_kv_heads // n_ranks} of {config.n_kv_heads} key/value heads"
-    return (
-        f"the plain step, kernel by kernel, on {n_ranks} ranks ({dist.get_backend()}), each with {heads} and {groups}"
-    )
+    return f"{n_ranks} ranks ({dist.get_backend()}), each with {heads} and {groups}"
 
 
 def _follow(follower: Follower, pipe: Connection) -> None:
@@ -296,4 +316,6 @@ def main(connection: Connection, options: Any, place: Place) -> None:
             os._exit(1)  # NCCL would wait for the others
     for pipe in place.pipes:
         pipe.close()
+    if made[0].steps is not None:  # NCCL would wait for the graphs that hold its kernels
+        os._exit(0)
     dist.destroy_process_group()

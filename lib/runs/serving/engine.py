@@ -162,15 +162,17 @@ def _add_drafts(counts: Counter[str], n_drafted: int, n_kept: int) -> None:
 
 def warm_up(engine: Any) -> None:
     """Record an engine's CUDA graphs, with a progress bar. An engine without them needs nothing."""
+    if engine.steps is not None:
+        engine.steps.warm_up(progress)
+    if isinstance(engine, DraftEngine):
+        engine.drafter.warm_up(progress)
+
+
+def progress(sizes: list[int]) -> Any:
+    """The sizes of graphs, with a progress bar."""
     from tqdm import tqdm
 
-    def show(sizes: list[int]) -> Any:
-        return tqdm(sizes, desc="recording CUDA graphs", unit="size", leave=False)
-
-    if engine.steps is not None:
-        engine.steps.warm_up(show)
-    if isinstance(engine, DraftEngine):
-        engine.drafter.warm_up(show)
+    return tqdm(sizes, desc="recording CUDA graphs", unit="size", leave=False)
 
 
 def describe_draft(options: Any) -> tuple[str, ...]:

@@ -22,6 +22,20 @@ def test_prompts_begin_alike_or_from_the_first_word_on_not(tmp_path):
     assert len({p.split()[0] for p in different}) == len(different) > 5
 
 
+def test_a_server_that_does_not_keep_up_gets_no_higher_rate(tmp_path, monkeypatch):
+    sent = []
+
+    def run(asked):
+        sent.append(asked.rate)
+        return {"all": {"server_kept_up": asked.rate[0] < 16}}
+
+    monkeypatch.setattr(load, "run", run)
+    asked = options("--rate", "4", "16", "64")
+    found = servers.measure(servers.TRANSFORMERS, "http://here", tmp_path, asked)
+    assert sent == [[4.0], [16.0]]
+    assert list(found) == ["4", "16"]
+
+
 def test_each_server_gets_the_folder_and_only_one_a_small_cache():
     folder = Path("llama")
     words = {name: servers.command(name, folder, options("--blocks", "7")) for name in servers.SERVERS}

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+import lib.fast.decode as decode
 import lib.fast.serving as serving
 from lib.fast.decode import GRAPH_ROWS, batch_size, can_step
 from lib.given.kernels.mode import HAS_TRITON, INTERPRETED, NO_TRITON
@@ -95,17 +96,21 @@ def plainly(model, requests, scheduler):
 @pytest.mark.time_limit(120)
 @pytest.mark.parametrize(("make", "most"), [(Engine, GRAPH_ROWS), (PrefixEngine, 4)])
 def test_the_fast_way_gives_the_same_tokens(fast, model, make, most, monkeypatch):
-    """In a pool of five blocks, so that requests wait and are preempted. Prompts ride in the graph as far as it goes:
-    of steps of up to 7 tokens, with those of 4 only the short ones.
+    """In a pool of five blocks, so that requests wait and are preempted. Steps have up to 7 tokens.
+
+    Those of more than ``most`` are padded to 8, and attend in tiles.
     """
     monkeypatch.setattr(serving, "GRAPH_ROWS", most)
+    monkeypatch.setattr(decode, "GRAPH_ROWS", most)
+    monkeypatch.setattr(decode, "TILED_ROWS", (8,))
     expected = plainly(model, mixed_requests(), Scheduler(7, 5, 4))
-    engine, apart = make(model, Scheduler(7, 5, 4)), []
-    in_a_row = engine._in_a_row
-    monkeypatch.setattr(engine, "_in_a_row", lambda chunks: apart.append(chunks) or in_a_row(chunks))
+    engine, sizes = make(model, Scheduler(7, 5, 4)), []
+    in_tiles = engine._in_tiles
+    monkeypatch.setattr(engine, "_in_tiles", lambda chunks: sizes.append(len(chunks)) or in_tiles(chunks))
     assert engine.steps is not None
     assert served(engine, mixed_requests()) == expected
-    assert bool(apart) == (most == 4)
+    assert bool(sizes) == (most == 4)
+    assert most > 4 or max(sizes) > 1
 
 
 @pytest.mark.time_limit(120)
@@ -320,5 +325,6 @@ def test_a_graph_for_every_size(fast):
     engine = PrefixEngine(model, Scheduler(512, 400, 4))
     engine.steps.warm_up()
     assert sorted(engine.steps.graphs) == [1, 2, 4, *range(8, GRAPH_ROWS + 1, 8)]
+    assert sorted(engine.steps.tiled_graphs) == [384, 512]
     requests = [Request([1 + i % 20, 2], 3) for i in range(300)]  # more than a graph takes
     assert served(engine, requests) == plainly(model, [Request(r.tokens, 3) for r in requests], Scheduler(512, 400, 4))

@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention, silu
 
 from lib.fast.attention.one_row import one_row_attention
-from lib.fast.attention.paged import Tiles, cut, prompt_attention
+from lib.fast.attention.paged import ROWS, Tiles, cut, prompt_attention
 from lib.fast.parts.packed import FORMATS, Packed, pack
 from lib.fast.parts.rows import add_norm, embed, gate, merge, rotate_and_store
 from lib.fast.parts.sample import NOT_FINITE, sample_rows
@@ -81,9 +81,12 @@ def test_prompts_attend_to_their_blocks(device):
     tables = [[5, 0, 3], [1, 4]]
     keys, values = normal(2, 6, size, n_kv_heads, width, device=device)
     qkv = normal(sum(sizes), (n_heads + 2 * n_kv_heads) * width, device=device, seed=1)
-    blocks, *fields = (torch.tensor(x, device=device) for x in cut(starts, sizes, tables, n_heads // n_kv_heads))
+    blocks = torch.tensor([table + [0] * (3 - len(table)) for table in tables], device=device)
+    most = ROWS // (n_heads // n_kv_heads)
+    cuts = zip(cut(starts, sizes, most), (0, 0, 0, -1), strict=True)  # and a tile that is padding
+    fields = [torch.tensor([*field, padding], device=device) for field, padding in cuts]
     queries = qkv[:, : n_heads * width].contiguous()
-    found, row = prompt_attention(queries, keys, values, Tiles(blocks.view(2, -1), *fields)), 0
+    found, row = prompt_attention(queries, keys, values, Tiles(blocks, *fields)), 0
     for start, n, table in zip(starts, sizes, tables, strict=True):
         q = qkv[row : row + n].view(n, -1, width)[:, :n_heads].transpose(0, 1)
         k, v = (pool[table].flatten(0, 1)[: start + n].transpose(0, 1) for pool in (keys, values))

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+import lib.fast.decode as decode
 import lib.fast.serving as serving
 from lib.fast.attention.paged import Tiles, cut
 from lib.fast.attention.paged_variants import variant_attention
@@ -28,7 +29,7 @@ CASES = {
 }
 """The interpreter runs the first two, which have all that the kernel knows."""
 MOST = dict(zip(CASES, (4, 8, 4, 8, 4), strict=True))
-"""Tokens of a step that pass through a graph: with 8 every step does, with 4 the first prompts pass apart."""
+"""Tokens of a step that attend row by row: with 8 those of every step do, with 4 the first prompts lie in tiles."""
 RUNS = [pytest.param(family, *place.values, marks=place.marks) for place in PLACES for family in CASES
         if place.values != ("cpu",) or family in [*CASES][:2]]  # fmt: skip
 
@@ -70,9 +71,11 @@ def test_the_captured_step_gives_the_plain_ways_tokens(family, device, monkeypat
     expected = tokens_of(PrefixEngine(model, Scheduler(5, 4, 4)), "step")
     assert len({tuple(tokens) for tokens in expected}) == 2
     monkeypatch.setattr(serving.Runner, "is_fast", lambda engine: can_run(engine.model, engine.cache))
+    monkeypatch.setattr(serving, "GRAPH_ROWS", MOST[family])
+    monkeypatch.setattr(decode, "GRAPH_ROWS", MOST[family])
+    monkeypatch.setattr(decode, "TILED_ROWS", (6,))
     engine = PrefixEngine(model, Scheduler(5, 4, 4))
     assert isinstance(engine.steps, VariantSteps)
-    monkeypatch.setattr(serving, "GRAPH_ROWS", MOST[family])
     assert tokens_of(engine, "step_ahead") == expected
 
 
@@ -83,10 +86,8 @@ def test_parts_are_merged_and_a_sink_counts_once(device):
     size, n_heads, n_kv_heads, width, lengths = 16, 4, 2, 16, [150, 1, 0]
     q, sinks = torch.randn(3, n_heads, width, device=device), torch.randn(n_heads, device=device)
     keys, values = torch.randn(2, 12, size, n_kv_heads, width, device=device)
-    blocks, *fields = (
-        torch.tensor(x, device=device) for x in cut([n - 1 for n in lengths], [1] * 3, [[*range(12)]] * 3, 2)
-    )
-    tiles = Tiles(blocks.view(3, -1), *fields)
+    fields = [torch.tensor(x, device=device) for x in cut([n - 1 for n in lengths], [1] * 3, 1)]
+    tiles = Tiles(torch.arange(12, device=device).repeat(3, 1), *fields)
     tiles = tiles._replace(position=tiles.position.clamp(min=0), n_queries=torch.tensor([1, 1, 0], device=device))
     for window in (None, 40):
         found = variant_attention(q, keys, values, tiles, window, 2.0, sinks, n_parts=4)

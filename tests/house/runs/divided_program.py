@@ -8,9 +8,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lib.fast import decode, serving
 from lib.given.models.llama import LlamaConfig
 from lib.given.parallel.tensors import Collectives
 from lib.llama import Llama
+from lib.runs.serving import divided
 from lib.runs.serving.divided import Follower, Leader, divide
 from lib.runs.serving.wanted import Wanted
 from lib.serving import Scheduler, generate_many
@@ -41,6 +43,25 @@ def make_requests() -> list[Wanted]:
     return made
 
 
+def serve_captured(rank: int, n_ranks: int, path: Path) -> list[Any]:
+    """On rank 0 what differs from one process, where steps are those that GPUs capture: with more than four tokens in
+    tiles, in a graph for 8.
+    """
+    divided.can_capture = lambda cache: True
+    serving.GRAPH_ROWS, decode.GRAPH_ROWS, decode.TILED_ROWS = 4, 4, (8,)
+    model, pipe = divide(make_model()), connect(rank, path)
+    scheduler = Scheduler(8, N_BLOCKS, BLOCK)
+    if rank:
+        Follower(model, scheduler).follow(pipe)
+        return []
+    requests, engine = make_requests()[3:6], Leader(model, scheduler, [pipe])
+    tokens, _ = lead(engine, requests, share=0.0)
+    pipe.close()
+    alone = make_model()
+    own = [[t for _, t in generate_many(alone, [request], Scheduler(64, 60, BLOCK))] for request in requests]
+    return [(tokens[request], right) for request, right in zip(requests, own, strict=True) if tokens[request] != right]
+
+
 def connect(rank: int, path: Path) -> Connection:
     """A connection between ranks 0 and 1."""
     if rank == 0:
@@ -51,8 +72,12 @@ def connect(rank: int, path: Path) -> Connection:
     return Client(str(path))
 
 
-def lead(engine: Leader, requests: list[Wanted]) -> tuple[dict[Wanted, list[int]], set[Wanted]]:
-    """Each request's tokens, as far as it came before it was cancelled, and those that were."""
+def lead(
+    engine: Leader, requests: list[Wanted], share: float = 0.1
+) -> tuple[dict[Wanted, list[int]], set[Wanted]]:  # fmt: skip
+    """Each request's tokens, as far as it came before it was cancelled, and those that were: one in this share of all
+    steps.
+    """
     rng, waiting, cancelled = random.Random(1), [*requests], set[Wanted]()
     tokens: dict[Any, list[int]] = {request: [] for request in requests}
     while waiting or engine.is_busy:
@@ -60,7 +85,7 @@ def lead(engine: Leader, requests: list[Wanted]) -> tuple[dict[Wanted, list[int]
             engine.submit(waiting.pop(0))
             if waiting and waiting[0].first:  # before the prompt of its first is computed
                 engine.submit(waiting.pop(0))
-        if engine.scheduler.running and rng.random() < 0.1:
+        if engine.scheduler.running and rng.random() < share:
             request: Any = rng.choice([*engine.scheduler.running]).request
             cancelled |= {request} if engine.cancel(request) else set()
         for request, token in engine.step():
