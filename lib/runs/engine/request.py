@@ -177,7 +177,9 @@ def _check_quality(o: Options) -> None:
 
 def _check_graph(o: Options) -> None:
     if o.is_parallel and (o.uses("tensor", "context", "pipeline", "expert") or not o.ours):
-        raise UsageError(f"--graph with {o.how} --engine {o.engine}: expected single, or ddp or fsdp with --engine ours")
+        raise UsageError(
+            f"--graph with {o.how} --engine {o.engine}: expected single, or ddp or fsdp with --engine ours"
+        )
     if o.uses("shard") and o.optimizer == "muon":
         raise UsageError(
             f"--graph with {o.how} --optimizer muon: Muon counts steps of flat shards on the host; "
