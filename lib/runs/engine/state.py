@@ -417,6 +417,11 @@ def prime(optimizer: Optimizer) -> None:
     optimizer.zero_grad()
     for group, (lr, weight_decay) in zip(optimizer.param_groups, settings, strict=True):
         group["lr"], group["weight_decay"] = lr, weight_decay
+    forget(optimizer)
+
+
+def forget(optimizer: Optimizer) -> None:
+    """Make an optimizer's state, in place, what it was before the first step."""
     for state in optimizer.state.values():
         for key, value in state.items():
             if torch.is_tensor(value):
