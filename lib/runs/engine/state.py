@@ -409,8 +409,7 @@ def prime(optimizer: Optimizer) -> None:
     """
     settings = [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups]
     for group in optimizer.param_groups:
-        group["lr"] = torch.zeros_like(group["lr"]) if torch.is_tensor(group["lr"]) else 0.0
-        group["weight_decay"] = 0.0
+        group["lr"], group["weight_decay"] = 0 * group["lr"], 0.0  # a tensor's rate stays a tensor
         for p in group["params"]:
             p.grad = torch.zeros_like(p)
     optimizer.step()
