@@ -1,4 +1,4 @@
-"""What the ranks of test_graph.py do on GPUs."""
+"""What the ranks of test_graph.py do."""
 
 import os
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lib.bench.ddp import make_run
 from lib.fast.models import capture
@@ -22,6 +23,25 @@ def leave() -> None:
     torch.cuda.synchronize()
     dist.barrier()
     os._exit(0)
+
+
+class Recording(TorchDispatchMode):
+    """Stands for a recording, in which the host cannot read a number of the device."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        assert function is not torch.ops.aten._local_scalar_dense.default, "the host reads a number"
+        return function(*args, **(kwargs or {}))
+
+
+def step_without_the_host(rank: int, world_size: int, flags: str) -> list[float]:
+    """What a step returns in which no number is read; the optimizer does nothing, because on a CPU it reads some."""
+    run = make_run(f"{flags} --graph --device cpu", 4, torch.device("cpu"))
+    run.set_lr(0)
+    run.optimizer.step = lambda: None  # type: ignore[method-assign]
+    inputs, targets = run.batch()
+    with Recording():
+        numbers = run.plain_step(inputs, targets)
+    return numbers.tolist()
 
 
 def steps_of(flags: str, in_graph: bool, device: torch.device) -> Steps:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from lib.bench.kit import spawn
+from lib.ranks import pool
 from lib.runs.engine.request import parse
 from lib.runs.flags import UsageError
 from lib.runs.train_gpt2 import make_gpt2_parser
@@ -31,6 +32,15 @@ def test_which_sharded_steps_can_be_recorded(flags, words):
     with pytest.raises(UsageError) as refused:
         parse(make_gpt2_parser(), asked)
     assert all(word in str(refused.value) for word in words), refused.value
+
+
+@pytest.mark.time_limit(60)
+def test_no_step_of_shards_waits_for_the_host():
+    flags = f"{SHARDED} --precision bf16 --path fast --accumulate 2 --clip 0.5 --weight-decay 0.1"
+    (loss, asked, norm), other = pool("gloo").run(graph_programs.step_without_the_host, flags, n_ranks=2).values
+    assert (loss, asked, norm) == tuple(other)
+    assert loss > 5
+    assert (asked, norm > 0.5) == (0, True)
 
 
 @pytest.mark.gpu
