@@ -9,7 +9,8 @@ from lib.runs.engine.request import parse
 from lib.runs.flags import UsageError
 from lib.runs.train_gpt2 import make_gpt2_parser
 from tests.house.runs import graph_programs
-from tests.house.runs.test_runs import VIT, curve
+from tests.house.runs import runs_programs as programs
+from tests.house.runs.test_runs import VIT, curve, on_ranks, same
 
 SHARDED = "--model tiny --data synthetic --strategy fsdp"
 
@@ -41,6 +42,14 @@ def test_no_step_of_shards_waits_for_the_host():
     assert (loss, asked, norm) == tuple(other)
     assert loss > 5
     assert (asked, norm > 0.5) == (0, True)
+
+
+@pytest.mark.time_limit(100)
+def test_adamw_clips_the_shards_that_it_reads(tmp_path):
+    """On the plain path chapter 12's function clips them before."""
+    begun = f"{VIT} --strategy fsdp --optimizer adamw --clip 0.1 --accumulate 2"
+    on_ranks(programs.run_all_fused, [f"{begun} --path {path} --log {tmp_path / path}" for path in ("fast", "plain")])
+    same(tmp_path / "fast", curve(tmp_path / "plain"))
 
 
 @pytest.mark.gpu

@@ -640,7 +640,7 @@ def test_adamw_clips_the_gradients_that_it_reads():
         torch.testing.assert_close(first, second)
 
 
-def test_adamw_clips_where_gradients_are_whole_and_kernels_are_fused():
+def test_adamw_clips_where_the_norm_is_known_and_kernels_are_fused():
     fused, plain = (torch.optim.AdamW([torch.zeros(2)], fused=fused) for fused in (True, False))
     for given, optimizer, wanted in (
         ("", fused, True),
@@ -648,7 +648,9 @@ def test_adamw_clips_where_gradients_are_whole_and_kernels_are_fused():
         ("--path plain", fused, False),
         ("--precision float16", fused, False),
         ("--strategy ddp", fused, True),
-        ("--strategy fsdp", fused, False),
+        ("--strategy fsdp", fused, True),
+        ("--strategy fsdp --engine torch", fused, False),
+        ("--strategy tp --path plain", fused, False),
     ):
         options = parse_flags(f"--data synthetic --path fast --precision bf16 {given}".split())
         assert divides_gradients(options, optimizer) == wanted
