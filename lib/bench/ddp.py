@@ -284,7 +284,7 @@ def measure_runs(rank: int, device: torch.device, options: argparse.Namespace) -
     for batch in map(int, (options.shards or options.runs).split(",")):
         runs = start_runs(options, batch, device)
         takes = {name: partial(take_step, run) for name, run in runs.items()}
-        n_steps = 2 if options.tiny else max(4, 160 // batch)
+        n_steps = 2 if options.tiny else 4 if options.shards else max(4, 160 // batch)
         times = in_turns(takes, partial(of_this_rank, device=device, n=n_steps), options.rounds, 1)
         every: list = [None] * dist.get_world_size()
         dist.all_gather_object(every, times)
