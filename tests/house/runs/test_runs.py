@@ -388,7 +388,7 @@ def refused(capsys, command: str, *words: str) -> None:
         ("vit --strategy fsdp --compile whole", ("--compile whole", "blocks")),
         ("vit --strategy ddp --engine torch --compile whole --bucket-mb 0.5", ("--bucket-mb 0.5", "blocks")),
         ("vit --graph --device cpu", ("--graph", "CUDA")),
-        ("vit --graph --strategy fsdp", ("--graph", "fsdp", "ddp")),
+        ("vit --graph --strategy tp", ("--graph", "tp", "ddp or fsdp")),
         ("vit --averaging copies --strategy tp", ("--averaging copies with --strategy tp", "expected ddp")),
         ("vit --graph --precision float16", ("--graph", "float16", "bf16")),
         ("vit --graph --optimizer ours", ("--graph", "--optimizer ours", "adamw")),
