@@ -284,18 +284,21 @@ def measure_runs(rank: int, device: torch.device, options: argparse.Namespace) -
     for batch in map(int, (options.shards or options.runs).split(",")):
         runs = start_runs(options, batch, device)
         takes = {name: partial(take_step, run) for name, run in runs.items()}
-        n_steps = 2 if options.tiny else 4 if options.shards else max(4, 160 // batch)
+        n_steps = 2 if options.tiny else 3 if options.shards else max(4, 160 // batch)
         times = in_turns(takes, partial(of_this_rank, device=device, n=n_steps), options.rounds, 1)
         every: list = [None] * dist.get_world_size()
         dist.all_gather_object(every, times)
         task = next(iter(runs.values())).task
         found: dict = {"batch": batch, "tokens_per_row": task.per_row, "flops_per_token": task.flops_per_item}
         found["step_values_s"] = {name: [of_rank[name] for of_rank in every] for name in times}
-        if options.shards:
+        name_of_record = "fsdp_runs" if options.shards else "ddp_runs"
+        if rank == 0:
+            write_runs(found, options.folder, name_of_record)
+        if options.shards:  # the times are written, should the traces take too long
             traced = {name: trace(take, device) for name, take in takes.items()}
             found["trace"] = {name: {k: v for k, v in one.items() if k.endswith("_s")} for name, one in traced.items()}
-        if rank == 0:
-            write_runs(found, options.folder, "fsdp_runs" if options.shards else "ddp_runs")
+            if rank == 0:
+                write_runs(found, options.folder, name_of_record)
         del takes
         for run in runs.values():
             del run.step

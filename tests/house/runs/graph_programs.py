@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lib.bench.ddp import make_run
 from lib.fast.models import capture
+from lib.runs.engine.loop import Run
 from lib.runs.engine.strategies import HybridSharded
 from tests.house.runs import runs_programs as programs
 
@@ -44,15 +45,23 @@ def step_without_the_host(rank: int, world_size: int, flags: str) -> list[float]
     return numbers.tolist()
 
 
+def distinct_tokens(run: Run, step: int) -> tuple[Tensor, Tensor]:
+    """A batch without a token twice: the embedding's gradient adds up a token's rows in any order."""
+    inputs, _ = run.batch()
+    chance = torch.Generator().manual_seed(10 * step + run.world.rank)
+    tokens = torch.randperm(run.task.config.vocab_size, generator=chance)[: inputs.numel()].view_as(inputs)
+    return tokens.to(inputs.device), tokens.roll(1).to(inputs.device)
+
+
 def steps_of(flags: str, in_graph: bool, device: torch.device) -> Steps:
     """Steps of a run with ``--graph``, recorded or launched one by one, at rates that change."""
-    run = make_run(f"{flags} --graph --warmup 2 --steps 9", 4, device)
+    run = make_run(f"{flags} --graph --warmup 2 --steps 9 --length 32", 4, device)
     if in_graph:
         run.record_graph()
     numbers = []
     for step in range(N_STEPS):
         run.set_lr(step)
-        numbers.append(run.step(*run.batch()).cpu())
+        numbers.append(run.step(*distinct_tokens(run, step)).cpu())
     shards = [p.detach().cpu() for p in run.parameters]
     del run.step
     return numbers, shards

@@ -53,7 +53,6 @@ def test_adamw_clips_the_shards_that_it_reads(tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.time_limit(120)
 def test_a_recorded_step_has_the_same_bits_and_goes_on_where_another_ended(tmp_path):
     ways = [
