@@ -113,7 +113,8 @@ def call_before_backward(tensors: list[Tensor], call: Callable[[], None]) -> Non
 
 def call_after_backward(tensors: list[Tensor], call: Callable[[], None]) -> None:
     """Call once, when the gradients of all these tensors have arrived."""
-    torch.autograd.graph.register_multi_grad_hook(tensors, lambda _: call(), mode="all")
+    mode = "all" if len(tensors) > 1 else "any"  # "all" keeps the graph in a cycle
+    torch.autograd.graph.register_multi_grad_hook(tensors, lambda _: call(), mode=mode)
 
 
 def backward_is_running() -> bool:
