@@ -291,14 +291,10 @@ def measure_runs(rank: int, device: torch.device, options: argparse.Namespace) -
         task = next(iter(runs.values())).task
         found: dict = {"batch": batch, "tokens_per_row": task.per_row, "flops_per_token": task.flops_per_item}
         found["step_values_s"] = {name: [of_rank[name] for of_rank in every] for name in times}
-        name_of_record = "fsdp_runs" if options.shards else "ddp_runs"
-        if rank == 0:
-            write_runs(found, options.folder, name_of_record)
+        write_runs(rank, found, options)
         if options.shards:  # the times are written, should the traces take too long
-            traced = {name: trace(take, device) for name, take in takes.items()}
-            found["trace"] = {name: {k: v for k, v in one.items() if k.endswith("_s")} for name, one in traced.items()}
-            if rank == 0:
-                write_runs(found, options.folder, name_of_record)
+            found["trace"] = {name: seconds_in(trace(take, device)) for name, take in takes.items()}
+            write_runs(rank, found, options)
         del takes
         for run in runs.values():
             del run.step
@@ -309,6 +305,11 @@ def measure_runs(rank: int, device: torch.device, options: argparse.Namespace) -
     if device.type == "cuda":  # the results are written, and NCCL could wait for graphs that are not gone
         sys.stdout.flush()
         os._exit(0)
+
+
+def seconds_in(traced: dict) -> dict[str, float]:
+    """A trace without its intervals."""
+    return {name: value for name, value in traced.items() if name.endswith("_s")}
 
 
 def of_this_rank(take: Callable[[], object], device: torch.device, n: int) -> float:
@@ -322,8 +323,11 @@ def take_step(run: Run) -> torch.Tensor:
     return run.step(*run.batch())
 
 
-def write_runs(found: dict, folder: Path, record_name: str) -> None:
-    """Put the results for one batch in their place in a record, and print them."""
+def write_runs(rank: int, found: dict, options: argparse.Namespace) -> None:
+    """On rank 0, put the results for one batch in their place in a record, and print them."""
+    if rank:
+        return
+    record_name, folder = "fsdp_runs" if options.shards else "ddp_runs", options.folder
     n = len(next(iter(found["step_values_s"].values())))
     try:
         before = load(record_name, folder)

@@ -113,7 +113,9 @@ def call_before_backward(tensors: list[Tensor], call: Callable[[], None]) -> Non
 
 def call_after_backward(tensors: list[Tensor], call: Callable[[], None]) -> None:
     """Call once, when the gradients of all these tensors have arrived."""
-    torch.autograd.graph.register_multi_grad_hook(tensors, lambda _: call(), mode="all")
+    # "all" keeps the graph in a cycle that only Python's collector frees, and with one tensor "any" is the same
+    register = torch.autograd.graph.register_multi_grad_hook
+    register(tensors, lambda _: call(), mode="any" if len(tensors) == 1 else "all")
 
 
 def backward_is_running() -> bool:

@@ -1,5 +1,6 @@
 """What the ranks of test_graph.py do."""
 
+import gc
 import os
 from typing import Any
 from unittest import mock
@@ -36,13 +37,22 @@ class Recording(TorchDispatchMode):
 
 
 def step_without_the_host(rank: int, world_size: int, flags: str) -> list[float]:
-    """What a step returns in which no number is read; the optimizer does nothing, because on a CPU it reads some."""
+    """What a step returns in which no number is read, and how many nodes of its graph only the collector can free.
+
+    The optimizer does nothing, because on a CPU it reads numbers.
+    """
     run = make_run(f"{flags} --graph --device cpu", 4, torch.device("cpu"))
     run.set_lr(0)
     inputs, targets = run.batch()
+    gc.collect()
     with mock.patch.object(run.optimizer, "step"), Recording():
         numbers = run.plain_step(inputs, targets)
-    return numbers.tolist()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    gc.collect()
+    kept = sum(isinstance(thing, torch.autograd.graph.Node) for thing in gc.garbage)
+    gc.set_debug(0)
+    gc.garbage.clear()
+    return [*numbers.tolist(), kept]
 
 
 def distinct_tokens(run: Run, step: int) -> tuple[Tensor, Tensor]:
