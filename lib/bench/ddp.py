@@ -18,6 +18,13 @@ All are in the same processes and take turns.
 - ``in step``: ``--strategy ddp`` without averaging: only the losses are averaged, so each step waits for the slowest;
 - ``copies`` and ``collectives``: ``--strategy ddp`` with gradients averaged by ``lib.fast.copies`` and by NCCL;
 - ``torch``: ``--strategy ddp --engine torch``, our kernels under PyTorch's DDP, which has no CUDA graph here.
+
+``--shards 8`` does the same for ``--model xl --strategy fsdp`` and writes ``fsdp_runs.json``,
+together with how long the GPU computed and communicated in one traced step of each way.
+
+- ``alone``: ``--strategy single --graph``, the whole model on each GPU;
+- ``graph`` and ``launched``: chapter 12's ``FullySharded``, its step in a CUDA graph and launched from Python;
+- ``fully_shard``: ``--engine torch``, our kernels under PyTorch's ``fully_shard``.
 """
 
 import argparse
@@ -56,8 +63,8 @@ TINY_BUCKETS_MB = (0.01, 0.1, 1)
 TRACED_AFTER = {3: ("naive", "overlap"), 4: ("bucket 100", "torch", "bucket 0.1")}
 """After how many rounds which strategies are traced."""
 LR = 1e-6
-RUN = "--model small --data synthetic --precision bf16 --steps 1000000 --lr 1e-4"
-TINY_RUN = "--model tiny --data synthetic --precision bf16 --steps 1000000 --device cpu --path fast"
+RUN = "--data synthetic --precision bf16 --steps 1000000 --lr 1e-4"
+TINY_RUN = f"{RUN} --model tiny --device cpu --path fast"
 RUNS = {
     "alone": "--strategy single --compile whole --graph",
     "by blocks": "--strategy single --compile blocks --graph",
@@ -67,7 +74,12 @@ RUNS = {
     "torch": "--strategy ddp --compile blocks --engine torch",
 }
 """For each way to train, the flags in which it differs."""
-TINY_RUNS = {name: RUNS[name].replace("--graph", "").split("--compile")[0] for name in ("alone", "in step")}
+SHARDED_RUNS = {
+    "alone": "--strategy single --compile blocks --graph",
+    "graph": "--strategy fsdp --compile blocks --graph",
+    "launched": "--strategy fsdp --compile blocks --optimizer adamw",
+    "fully_shard": "--strategy fsdp --compile blocks --engine torch",
+}
 
 
 def copy_of(base: nn.Module, config: GPT2Config) -> nn.Module:
@@ -120,13 +132,13 @@ def covered(intervals: list[list[float]], by: list[list[float]]) -> float:
     return sum(max(0.0, min(e, f) - max(s, t)) for s, e in intervals for t, f in by)
 
 
-def trace(made: tuple, tokens: torch.Tensor, device: torch.device) -> dict:
+def trace(take: Callable[[], object], device: torch.device) -> dict:
     """When the GPU computed and when it communicated, in one step, in milliseconds."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     with torch.profiler.profile(activities=activities) as profile:
-        step(made, tokens)
+        take()
         wait_for(device)
     spans: dict[str, list[tuple[float, float]]] = {"compute": [], "nccl": []}
     for event in profile.events() or []:
@@ -199,7 +211,7 @@ def measure_steps(rank: int, device: torch.device, key: str, options: argparse.N
 
 def traces(made: dict, tokens: torch.Tensor, device: torch.device, names: tuple[str, ...]) -> dict:
     """Traces of some strategies; every rank takes the steps."""
-    return {name: trace(made[name], tokens, device) for name in names if name in made}
+    return {name: trace(partial(step, made[name], tokens), device) for name in names if name in made}
 
 
 def kept(options: argparse.Namespace) -> dict:
@@ -235,16 +247,23 @@ def make_run(flags: str, batch: int, device: torch.device) -> Run:
     return Run(options, task, world, device, task.describe(), False)
 
 
+def ways_of(options: argparse.Namespace) -> dict[str, str]:
+    """For each way that is asked for, all flags of its run."""
+    ways, model = (SHARDED_RUNS, "xl") if options.shards else (RUNS, "small")
+    asked = {name: flags for name, flags in ways.items() if not options.ways or name in options.ways.split(",")}
+    if options.tiny:  # a CPU has no graphs
+        plain = {name: flags.replace("--graph", "").split("--compile")[0] for name, flags in asked.items()}
+        return {name: f"{TINY_RUN} {flags}" for name, flags in plain.items() if "copies" not in name}
+    return {name: f"{RUN} --model {model} {flags}" for name, flags in asked.items()}
+
+
 def start_runs(options: argparse.Namespace, batch: int, device: torch.device) -> dict[str, Run]:
     """The run of each way, with its step recorded as a graph if it says so."""
     made = {}
     pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
-    common, ways = (TINY_RUN, TINY_RUNS) if options.tiny else (RUN, RUNS)
-    for name, flags in ways.items():
-        if options.ways and name not in options.ways.split(","):
-            continue
+    for name, flags in ways_of(options).items():
         began = time.perf_counter()
-        made[name] = run = make_run(f"{common} {flags}", batch, device)
+        made[name] = run = make_run(flags, batch, device)
         if name == "in step":
             run.strategy.in_turn = False
             run.strategy.micro_step = lambda is_last, run=run: run.strategy.call.no_sync()  # type: ignore[method-assign]
@@ -262,18 +281,24 @@ def start_runs(options: argparse.Namespace, batch: int, device: torch.device) ->
 
 def measure_runs(rank: int, device: torch.device, options: argparse.Namespace) -> None:
     """Time rows of steps of each way in turns, on each GPU. Rank 0 records the results."""
-    for batch in map(int, options.runs.split(",")):
+    for batch in map(int, (options.shards or options.runs).split(",")):
         runs = start_runs(options, batch, device)
         takes = {name: partial(take_step, run) for name, run in runs.items()}
-        n_steps = 2 if options.tiny else max(4, 160 // batch)
+        n_steps = 2 if options.tiny else 3 if options.shards else max(4, 160 // batch)
         times = in_turns(takes, partial(of_this_rank, device=device, n=n_steps), options.rounds, 1)
         every: list = [None] * dist.get_world_size()
         dist.all_gather_object(every, times)
         task = next(iter(runs.values())).task
         found: dict = {"batch": batch, "tokens_per_row": task.per_row, "flops_per_token": task.flops_per_item}
         found["step_values_s"] = {name: [of_rank[name] for of_rank in every] for name in times}
+        name_of_record = "fsdp_runs" if options.shards else "ddp_runs"
         if rank == 0:
-            write_runs(found, options.folder)
+            write_runs(found, options.folder, name_of_record)
+        if options.shards:  # the times are written, should the traces take too long
+            traced = {name: trace(take, device) for name, take in takes.items()}
+            found["trace"] = {name: {k: v for k, v in one.items() if k.endswith("_s")} for name, one in traced.items()}
+            if rank == 0:
+                write_runs(found, options.folder, name_of_record)
         del takes
         for run in runs.values():
             del run.step
@@ -297,16 +322,16 @@ def take_step(run: Run) -> torch.Tensor:
     return run.step(*run.batch())
 
 
-def write_runs(found: dict, folder: Path) -> None:
-    """Put the results for one batch in their place in ``ddp_runs.json``, and print them."""
+def write_runs(found: dict, folder: Path, record_name: str) -> None:
+    """Put the results for one batch in their place in a record, and print them."""
     n = len(next(iter(found["step_values_s"].values())))
     try:
-        before = load("ddp_runs", folder)
+        before = load(record_name, folder)
         results = before["results"] if before["machine"] == machine() else {}
     except FileNotFoundError:
         results = {}
     results.setdefault(str(n), {})[str(found["batch"])] = found
-    record("ddp_runs", results, folder)
+    record(record_name, results, folder)
     for name, every in found["step_values_s"].items():
         print(found["batch"], name, *(f"{1e3 * spread(of_rank)['median']:.2f}" for of_rank in every), "ms", flush=True)
 
@@ -328,7 +353,8 @@ def flags() -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, default=MEASUREMENTS)
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to try the program")
     parser.add_argument("--runs", type=wholes, help="measure lib.runs.train_gpt2 with so many sequences a GPU")
-    parser.add_argument("--ways", type=some_of(*RUNS), help="only these ways of --runs; default: all")
+    parser.add_argument("--shards", type=wholes, help="measure sharded runs of --model xl with so many sequences a GPU")
+    parser.add_argument("--ways", type=some_of(*RUNS, *SHARDED_RUNS), help="only these ways of a run; default: all")
     return parser.parse_args()
 
 
@@ -336,7 +362,7 @@ def main() -> None:
     options = flags()
     if options.tiny:
         options.context, options.rounds = 16, 4
-    if options.runs:
+    if options.runs or options.shards:
         for n_ranks in map(int, options.ranks.split(",")):
             spawn(measure_runs, options.backend, n_ranks, options)
         return

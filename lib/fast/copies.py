@@ -305,7 +305,11 @@ class CopyDDP(nn.Module):
 
     @torch.no_grad()
     def norm(self) -> Tensor:
-        """The norm of all means, which is known before the last of them are complete."""
+        """The norm of all means, which is known before the last of them are complete.
+
+        It is the root of the sum of all parts' squares. A norm that is summed in another order, such as
+        ``torch.nn.utils.get_total_norm``, can differ from it in the last bits, and so do the weights that it clips.
+        """
         self.start_others()
         assert self.reduced is not None
         torch.cuda.current_stream().wait_event(self.reduced)

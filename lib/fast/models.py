@@ -7,6 +7,7 @@ so that a compiler has less to repair.
 Every choice is a field of `Path`, so that each can be measured alone.
 """
 
+import gc
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -427,6 +428,7 @@ def capture(
             step()
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
+    gc.collect()  # nodes of autograd that wait for it would bring the streams of the warm-up into the recording
     torch.cuda.empty_cache()  # the graph has memory of its own and can't reuse what the warm-up left
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local" if on_ranks else "global"):

@@ -261,7 +261,7 @@ def tile_of(x: Float[Tensor, "n k"], weight: Tensor | Narrow, gated: bool = Fals
     """The tile of a product of few rows."""
     kind = "wide" if isinstance(weight, Tensor) else "float8" if weight.zeros is None else "int4"
     way = 0 if len(x) <= SOME_ROWS else 3 if gated else 2 if x.shape[1] >= LONG_ROW else 1
-    return TILES[kind][way if has_room(x.device) else min(way, 1)]
+    return TILES[kind][way if x.element_size() == 2 and has_room(x.device) else min(way, 1)]
 
 
 def few_rows(

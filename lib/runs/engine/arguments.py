@@ -59,7 +59,9 @@ def _add_model_flags(parser: Parser, models: list[str]) -> None:
         help="torch.compile the whole model (single) or each block, so that gradients are ready early",
     )
     what.add_argument(
-        "--graph", action="store_true", help="record the whole step as a CUDA graph (single, or ddp with --engine ours)"
+        "--graph",
+        action="store_true",
+        help="record the whole step as a CUDA graph (single, or ddp or fsdp with --engine ours)",
     )
 
 

@@ -199,17 +199,18 @@ class Run:
         inputs, targets = (torch.empty_like(x) for x in self.task.source.fetch(self._some_numbers()))
         inputs.zero_()
         targets.zero_()
-        if not self.optimizer.state:
+        tensors: list[Tensor] = [*self.parameters]
+        if is_new := not self.optimizer.state:
             checkpoints.prime(self.optimizer)
-        tensors = [
-            *self.parameters,
-            *(v for s in self.optimizer.state.values() for v in s.values() if torch.is_tensor(v)),
-        ]
+        else:
+            tensors += [v for s in self.optimizer.state.values() for v in s.values() if torch.is_tensor(v)]
         before = [tensor.detach().clone() for tensor in tensors]
         replay = capture(lambda: self.plain_step(inputs, targets), on_ranks=self.n_data > 1, pool=pool)
         with torch.no_grad():
             for tensor, old in zip(tensors, before, strict=True):
                 tensor.copy_(old)
+        if is_new:
+            checkpoints.forget(self.optimizer)
 
         def replayed(x: Tensor, y: Tensor) -> Tensor:
             inputs.copy_(x)

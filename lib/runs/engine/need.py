@@ -31,7 +31,8 @@ def check_memory(task: Task, world: World, device: torch.device) -> None:
     """
     together = world.local_size if device.type == "cpu" else 1
     model = model_bytes(task)
-    each = f"each with a gradient and {_n_states(task)} numbers of the optimizer"
+    copy = ", a copy while --graph records" if task.options.graph else ""
+    each = f"each with a gradient and {_n_states(task)} numbers of the optimizer{copy}"
     check_need(
         model * together,
         device,
@@ -55,14 +56,14 @@ def check_memory(task: Task, world: World, device: torch.device) -> None:
 
 
 def model_bytes(task: Task) -> int:
-    """Weights, gradients and the optimizer's state of this rank in float32;
-    at first each rank makes the whole model.
+    """Weights, gradients and the optimizer's state of this rank in float32, and what ``--graph`` keeps of the weights
+    while it records; at first each rank makes the whole model.
     """
     if task.held:
         return task.held[0]
     o = task.options
     n_ranks = o.shard * o.tensor * o.pipeline * o.expert if o.is_parallel else 1  # type: ignore[operator]
-    return max(4 * task.n_weights, 4 * (2 + _n_states(task)) * task.n_weights // n_ranks)
+    return max(4 * task.n_weights, 4 * (2 + _n_states(task) + o.graph) * task.n_weights // n_ranks)
 
 
 def stream_bytes(task: Task) -> int:

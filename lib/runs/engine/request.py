@@ -176,8 +176,15 @@ def _check_quality(o: Options) -> None:
 
 
 def _check_graph(o: Options) -> None:
-    if o.is_parallel and (o.uses("shard", "tensor", "context", "pipeline", "expert") or not o.ours):
-        raise UsageError(f"--graph with {o.how} --engine {o.engine}: expected single, or ddp with --engine ours")
+    if o.is_parallel and (o.uses("tensor", "context", "pipeline", "expert") or not o.ours):
+        raise UsageError(
+            f"--graph with {o.how} --engine {o.engine}: expected single, or ddp or fsdp with --engine ours"
+        )
+    if o.uses("shard") and o.optimizer == "muon":
+        raise UsageError(
+            f"--graph with {o.how} --optimizer muon: Muon counts steps of flat shards on the host; "
+            "expected adamw or sgd, or no --graph"
+        )
     if o.precision == "float16":
         raise UsageError(
             "--graph with --precision float16: the loss scaler needs the host in each step; expected bf16, "

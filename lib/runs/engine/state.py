@@ -409,14 +409,18 @@ def prime(optimizer: Optimizer) -> None:
     """
     settings = [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups]
     for group in optimizer.param_groups:
-        group["lr"] = torch.zeros_like(group["lr"]) if torch.is_tensor(group["lr"]) else 0.0
-        group["weight_decay"] = 0.0
+        group["lr"], group["weight_decay"] = 0 * group["lr"], 0.0  # a tensor's rate stays a tensor
         for p in group["params"]:
             p.grad = torch.zeros_like(p)
     optimizer.step()
     optimizer.zero_grad()
     for group, (lr, weight_decay) in zip(optimizer.param_groups, settings, strict=True):
         group["lr"], group["weight_decay"] = lr, weight_decay
+    forget(optimizer)
+
+
+def forget(optimizer: Optimizer) -> None:
+    """Make an optimizer's state, in place, what it was before the first step."""
     for state in optimizer.state.values():
         for key, value in state.items():
             if torch.is_tensor(value):

@@ -223,6 +223,14 @@ class Sharded(Strategy):
         return clip_sharded_gradient_norm_(self.named().values(), max_norm, **self.mesh.along("shard"))
 
     @torch.no_grad()
+    def norm(self) -> Tensor:
+        """The norm of the whole gradient, of which each rank has a shard."""
+        grads = [p.grad for p in self.named().values() if p.grad is not None]
+        square = torch.stack(torch._foreach_norm(grads)).square().sum()
+        dist.all_reduce(square, **self.mesh.along("shard"))
+        return square.sqrt()
+
+    @torch.no_grad()
     def decay(self, lr: float) -> None:
         found = [
             (p, part)
@@ -314,10 +322,10 @@ def make_optimizer(
 
 
 def divides_gradients(options: Options, optimizer: Optimizer) -> bool:
-    """Whether ``clip_in_update`` may clip: each rank has whole gradients, and a fused AdamW reads them next."""
-    whole = options.precision != "float16" and not options.uses("shard", "tensor", "pipeline", "expert")
+    """Whether ``clip_in_update`` may clip: the strategy knows the norm, and a fused AdamW reads the gradients next."""
+    known = not options.uses("tensor", "pipeline", "expert") and (options.ours or not options.uses("shard"))
     fused = type(optimizer) is torch.optim.AdamW and bool(optimizer.defaults["fused"])
-    return fused and whole and options.path == "fast"
+    return fused and known and options.precision != "float16" and options.path == "fast"
 
 
 @torch.no_grad()

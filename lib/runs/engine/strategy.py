@@ -177,7 +177,7 @@ class Strategy:
         return 2 * n if name in self.tied else n
 
     def norm(self) -> Tensor:
-        """The norm of the whole gradient, where each rank has all of it."""
+        """The norm of the whole gradient; here each rank has all of it."""
         return nn.utils.get_total_norm([p.grad for p in self.named().values() if p.grad is not None])
 
     def update(self, optimizer: Optimizer) -> None:

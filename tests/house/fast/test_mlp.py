@@ -145,8 +145,9 @@ def test_on_a_gpu_they_are_as_near_as_pytorchs_and_always_the_same(name, approxi
     if not fast.fits(inputs[0], len(inputs[1])):
         pytest.skip("the kernels are for a Hopper GPU, by a version of Triton with which they were tried")
     found = with_gradients(fast.mlp, inputs, grad, approximate)
-    for first, second in zip(found, with_gradients(fast.mlp, inputs, grad, approximate), strict=True):
-        assert torch.equal(first, second)
+    again = with_gradients(fast.mlp, inputs, grad, approximate)
+    n_apart = [int((first != second).sum()) for first, second in zip(found, again, strict=True)]
+    assert n_apart == [0] * 6, "numbers apart in the result and the gradients of x, first, bias, second and last"
     torch.backends.cuda.matmul.allow_tf32 = False
     exact = with_gradients(plain, [x.float() for x in inputs], grad, approximate)
     bias_in_16 = [x.to(dtype) for x in inputs]

@@ -39,8 +39,12 @@ def run_all(rank: int, world_size: int, commands: list[str]) -> list[tuple[int, 
 
 def run_all_fused(rank: int, world_size: int, commands: list[str]) -> list[tuple[int, str]]:
     """`run_all` with PyTorch's AdamW in one kernel, as on a GPU: it takes no mixture of tensors."""
-    plain = torch.optim.AdamW
-    with mock.patch.object(torch.optim, "AdamW", lambda *args, **kw: plain(*args, **kw | {"fused": True})):
+
+    class Fused(torch.optim.AdamW):  # a class, so that the engine knows its type
+        def __init__(self, *args: Any, **kw: Any):
+            super().__init__(*args, **kw | {"fused": True})
+
+    with mock.patch.object(torch.optim, "AdamW", Fused):
         return run_all(rank, world_size, commands)
 
 
@@ -53,9 +57,12 @@ def run_by_copies(rank: int, world_size: int, commands: list[str], folder: str) 
         os.makedirs(own, exist_ok=True)
         return CopyDDP(loss, bucket_mb, places=in_files(own, world_size))
 
-    here: dict[str, Any] = {"share_a_host": lambda device: True, "CopyDDP": wrap}
+    in_turn = mock.Mock(wraps=strategies.update_in_turn)
+    here: dict[str, Any] = {"share_a_host": lambda device: True, "CopyDDP": wrap, "update_in_turn": in_turn}
     with mock.patch.multiple(strategies, **here), without_streams():
-        return run_all_fused(rank, world_size, commands)
+        results = run_all_fused(rank, world_size, commands)
+    assert in_turn.called == any("--optimizer adamw" in command for command in commands)
+    return results
 
 
 def wait_for_all() -> None:
