@@ -58,12 +58,14 @@ def write_folder(config: LlamaConfig, folder: Path, device: str) -> None:
 
     folder.mkdir()
     c, generator = config, torch.Generator(device).manual_seed(0)
-    sizes = {"vocab_size": VOCAB, "hidden_size": c.dim, "intermediate_size": c.hidden_dim,
-             "num_hidden_layers": c.n_layers, "num_attention_heads": c.n_heads, "num_key_value_heads": c.n_kv_heads,
-             "max_position_embeddings": CONTEXT, "rms_norm_eps": c.norm_eps, "rope_theta": c.rope_theta}  # fmt: skip
-    names = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "dtype": "bfloat16", "hidden_act": "silu"}
-    names |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
-    (folder / "config.json").write_text(json.dumps(sizes | names | {"tie_word_embeddings": False}), encoding="utf-8")
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCAB, "hidden_size": c.dim, "intermediate_size": c.hidden_dim,
+        "num_hidden_layers": c.n_layers, "num_attention_heads": c.n_heads, "num_key_value_heads": c.n_kv_heads,
+        "max_position_embeddings": CONTEXT, "rms_norm_eps": c.norm_eps, "rope_theta": c.rope_theta,
+    }  # fmt: skip
+    sizes |= {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "dtype": "bfloat16", "hidden_act": "silu"}
+    sizes |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0, "tie_word_embeddings": False}
+    (folder / "config.json").write_text(json.dumps(sizes), encoding="utf-8")
     weights = {}
     for name, (_, shape) in hf_tensors(replace(c, vocab_size=VOCAB)).items():
         made = torch.full(shape, 1.0 if len(shape) == 1 else 0.0, dtype=torch.bfloat16, device=device)

@@ -268,10 +268,9 @@ def build(options: Any, counts: Counter[str], place: Place) -> tuple[Any, Ready]
     dist.barrier()  # once rank 0 is ready, all are
     per_position = position_bytes(model.config, dtype, None)
     note = f"a position of the cache takes {per_position:,} bytes on each rank, in {str(dtype).removeprefix('torch.')}"
-    way, what = engine.describe_path(made)
     ready = Ready(
         served.name, served.tokenizer, served.template, whole.vocab_size, whole.context_len, scheduler.n_blocks,
-        (way, f"{what}; on {describe(whole, place.n_ranks)}"), (note,), per_position,
+        describe(made, whole, place.n_ranks), (note,), per_position,
     )  # fmt: skip
     return made, ready
 
@@ -284,11 +283,12 @@ def plan(config: Any, options: Any, dtype: torch.dtype, device: torch.device) ->
     return Scheduler(options.max_tokens, int(n_blocks), options.block_size)
 
 
-def describe(config: Any, n_ranks: int) -> str:
-    """For the log: what each rank has."""
+def describe(made: Any, config: Any, n_ranks: int) -> tuple[str, str]:
+    """As ``engine.describe_path``, and what each rank has."""
+    way, what = engine.describe_path(made)
     heads = f"{config.n_heads // n_ranks} of {config.n_heads} heads"
     groups = f"{config.n_kv_heads // n_ranks} of {config.n_kv_heads} key/value heads"
-    return f"{n_ranks} ranks ({dist.get_backend()}), each with {heads} and {groups}"
+    return way, f"{what}; on {n_ranks} ranks ({dist.get_backend()}), each with {heads} and {groups}"
 
 
 def _follow(follower: Follower, pipe: Connection) -> None:

@@ -102,7 +102,8 @@ class DividedSteps(Steps):
         dist.all_reduce(part)
         return part[None]
 
-    def _alone(self, x: Tensor) -> bool:
+    @staticmethod
+    def _alone(x: Tensor) -> bool:
         return False  # the kernels of one row add to the residual stream what is only a rank's part
 
     def _logits(self, x: Tensor, added: Tensor | None, rows: Tensor | None = None) -> Tensor:

@@ -47,8 +47,9 @@ def serve_captured(rank: int, n_ranks: int, path: Path) -> list[Any]:
     """On rank 0 what differs from one process, where steps are those that GPUs capture: with more than four tokens in
     tiles, in a graph for 8.
     """
-    divided.can_capture = lambda cache: True
-    serving.GRAPH_ROWS, decode.GRAPH_ROWS, decode.TILED_ROWS = 4, 4, (8,)
+    vars(divided)["can_capture"] = lambda cache: True
+    vars(serving)["GRAPH_ROWS"] = vars(decode)["GRAPH_ROWS"] = 4
+    vars(decode)["TILED_ROWS"] = (8,)
     model, pipe = divide(make_model()), connect(rank, path)
     scheduler = Scheduler(8, N_BLOCKS, BLOCK)
     if rank:
