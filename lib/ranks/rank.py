@@ -24,10 +24,13 @@ def serve(address: str, tag: str, rank: int, world_size: int) -> None:
         connection = Client(address, "AF_UNIX")
         open(f"{os.path.dirname(address)}/rank-{os.getpid()}", "w").close()
         connection.send_bytes(pickle.dumps((tag, rank, os.getpid(), world_size)))
-        environment = dict(os.environ)
+        environment, is_fresh = dict(os.environ), True
         while True:
             header = pickle.loads(connection.recv_bytes())
             _enter(header, environment)
+            if not is_fresh:
+                _forget_ours()
+            is_fresh = False
             from lib.ranks.task import run_task
 
             connection.send_bytes(run_task(header, rank))
@@ -38,7 +41,7 @@ def serve(address: str, tag: str, rank: int, world_size: int) -> None:
 
 
 def _enter(header: dict[str, Any], environment: dict[str, str]) -> None:
-    """Adopt the caller's environment, folder and path, and forget imports of files that may have changed since."""
+    """Adopt the caller's environment, folder and path."""
     os.environ.clear()
     os.environ.update(environment)
     os.environ.update(header["env"])
@@ -46,6 +49,13 @@ def _enter(header: dict[str, Any], environment: dict[str, str]) -> None:
         os.chdir(header["cwd"])
     sys.path[:] = header["path"]
     importlib.invalidate_caches()
+
+
+def _forget_ours() -> None:
+    """Forget imports of files that may have changed since.
+
+    A process that has run no task has none, and is not asked: a fork would copy the memory of every module for it.
+    """
     for name, module in list(sys.modules.items()):
         if _libraries.get(name) is not module and _is_ours(name, module):
             del sys.modules[name]

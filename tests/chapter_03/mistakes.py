@@ -265,16 +265,9 @@ the cache is ignored: each chunk attends to itself alone
 + cache.update(k, v)
 + mask = None if mask is None else mask[..., -x.shape[1] :]
 the keys are cached before they are rotated, and never rotated after
-- if rope is not None:
--     q, k = (apply_rope(heads.transpose(1, 2), rope).transpose(1, 2) for heads in (q, k))
-- if cache is not None:
--     k, v = cache.update(k, v)
-+ if rope is not None:
-+     q = apply_rope(q.transpose(1, 2), rope).transpose(1, 2)
-+ if cache is not None:
-+     k, v = cache.update(k, v)
-+ elif rope is not None:
-+     k = apply_rope(k.transpose(1, 2), rope).transpose(1, 2)
+- q, k = (apply_rope(heads.transpose(1, 2), rope).transpose(1, 2) for heads in (q, k))
++ q = apply_rope(q.transpose(1, 2), rope).transpose(1, 2)
++ k = k if cache is not None else apply_rope(k.transpose(1, 2), rope).transpose(1, 2)
 apply_rope was given [B, H, T, D], where it takes [B, T, H, D]
 - apply_rope(heads.transpose(1, 2), rope).transpose(1, 2) => apply_rope(heads, rope)
 the keys are rotated after they are cached, so the old ones are rotated again

@@ -16,6 +16,7 @@ from lib.workbook.book.catalog import Exercise
 from lib.workbook.checks.child import Ended
 from lib.workbook.checks.grader import Grader
 from lib.workbook.checks.report import CheckReport
+from lib.workbook.grading.cases import case
 from lib.workbook.grading.mistakes import MISTAKE, Mistake, mistakes_of
 
 SEED = 41
@@ -45,6 +46,7 @@ class LiveItem(pytest.Item):
         """Why no mistake was named, the check that failed, the sentence, and seconds from failure to sentence."""
         for check in self.tests:
             failed_at, said, why = 0.0, "", ""
+            case("")  # as before every check of a learner's
             for sent in self.checks.sent_by_child(check, self.mistake.module, self.mistake.key, "reference"):
                 if isinstance(sent, Ended):
                     return sent.why, check.name, "", 0.0

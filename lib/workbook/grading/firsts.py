@@ -27,7 +27,9 @@ CHANGING = re.compile(
     r"0x[0-9a-f]+|\d+\.\d*(?:e[-+]?\d+)?|\d+e[-+]?\d+|:\d+\)|/\S+/|, for \d+ s|\(the limit is [^)]*\)"
 )
 NOT_COMPARED = "-"
-"""In place of a sketch: no diagnosis compares the failure, such as a time limit, or it is not the same each time."""
+"""In place of a sketch: no diagnosis compares the failure, such as a time limit."""
+VARIES = "?"
+"""In place of a sketch: the failure is not the same each time, so it may look like any other of its check."""
 EITHER = " | "
 EXACTLY = ":"  # between the digest of a failure's text without what may change, and the digest of all of it
 TURNS = (0.7, 1.9)  # radians by which the weight of a number turns from one to the next, in each of the two sums
@@ -58,7 +60,7 @@ def sketch(outcome: Outcome) -> str:
 
 def are_like(known: str, seen: str) -> bool:
     """Whether a sketch can be that of a failure, or of one of several: see `either`."""
-    return any(_are_like(one, seen) for one in known.split(EITHER))
+    return known == VARIES or any(_are_like(one, seen) for one in known.split(EITHER))
 
 
 def either(sketches: Iterable[str], most: int) -> str:
@@ -71,7 +73,7 @@ def either(sketches: Iterable[str], most: int) -> str:
         elif not _are_the_same(found[like], drawn):
             text, *numbers = found[like].split()
             found[like] = " ".join([text.partition(EXACTLY)[0], *numbers])
-    return NOT_COMPARED if NOT_COMPARED in found or len(found) > most else EITHER.join(sorted(found))
+    return VARIES if NOT_COMPARED in found or len(found) > most else EITHER.join(sorted(found))
 
 
 def _are_like(one: str, other: str, tolerance: float = TOLERANCE) -> bool:
@@ -203,8 +205,7 @@ def write(found: list[tuple[str, str, str, str, str]]) -> list[Path]:
         firsts |= {wrong: first for m, e, wrong, *first in found if (m, e) == (module, exercise)}
         by_check: dict[str, dict[str, str]] = {}
         for wrong, (check, drawn) in firsts.items():
-            if drawn != NOT_COMPARED:
-                by_check.setdefault(check, {})[wrong] = drawn
+            by_check.setdefault(check, {})[wrong] = drawn
         records.setdefault(module, dict(recorded(module)))[exercise] = by_check
     for module, record in records.items():
         text = json.dumps(record, indent=1, sort_keys=True, ensure_ascii=False)

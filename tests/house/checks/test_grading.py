@@ -16,7 +16,7 @@ from lib.workbook.checks.alarm import TimeLimit
 from lib.workbook.checks.diagnosis import Trials, diagnose
 from lib.workbook.grading import Wrong, expect_close, expect_equal, expect_raises, expect_true, firsts, graded
 from lib.workbook.grading.answers import further_apart, same_answer
-from lib.workbook.grading.firsts import are_like, either, sketch
+from lib.workbook.grading.firsts import NOT_COMPARED, VARIES, are_like, either, sketch
 from lib.workbook.grading.likeness import Outcome, looks_like
 from lib.workbook.grading.mistakes import Mistake
 
@@ -191,21 +191,23 @@ def test_ways_to_fail_that_chance_decides_are_recorded_side_by_side():
     assert on_ranks == "ab 1.0 | cd 2.0"
     assert are_like(on_ranks, "cd 2.0")
     assert not are_like(on_ranks, "cd 1.0")
-    assert either(["ab 1.0", "cd 2.0"], most=1) == either(["ab 1.0", "-"], most=4) == "-"
+    assert either(["ab 1.0", "cd 2.0"], most=1) == either(["ab 1.0", "-"], most=4) == VARIES
+    assert are_like(VARIES, "cd 2.0")
     assert either(["ab:1 1.0", "ab:1 1.00001"], most=4) == "ab:1 1.0"
     assert either(["ab:1 1.0", "ab:2 1.0"], most=4) == either(["ab:1 1.0", "ab:1 1.001"], most=4) == "ab 1.0"
 
 
 def test_a_record_rules_out_what_the_answer_has_passed_or_not_reached(monkeypatch):
-    known = [Mistake("rope", "f", text, f"tests.chapter_02.mistakes:f:{text}", dict) for text in "abcde"]
+    known = [Mistake("rope", "f", text, f"tests.chapter_02.mistakes:f:{text}", dict) for text in "abcdefg"]
     like, other = sketch(failed(torch.ones(3))), sketch(failed(torch.zeros(3)))
-    record = {"f": {"test_1": {"a": like}, "test_2": {"b": like, "c": other}, "test_3": {"d": like}}}
+    second = {"b": like, "c": other, "f": VARIES, "g": NOT_COMPARED}
+    record = {"f": {"test_1": {"a": like}, "test_2": second, "test_3": {"d": VARIES}}}
     monkeypatch.setattr(firsts, "recorded", lambda module: record)
     left = lambda *ruled_out: [
         m.sentence for m in firsts.candidates(known, "test_2", failed(torch.ones(3)), {*ruled_out})
     ]
-    assert left("test_1", "test_3") == ["b", "e"]  # the record says nothing of e
-    assert left("test_3") == ["a", "b", "e"]  # test_1 was not run: the answer may fail it
+    assert left("test_1", "test_3") == ["b", "e", "f"]  # the record says nothing of e
+    assert left("test_3") == ["a", "b", "e", "f"]  # test_1 was not run: the answer may fail it
 
 
 def test_a_record_names_a_failure_alone_only_if_it_leaves_nothing_open(monkeypatch):
@@ -224,7 +226,7 @@ def test_a_record_names_a_failure_alone_only_if_it_leaves_nothing_open(monkeypat
     assert not named(failed(ones * 1.001), a=sketch(far), **others)
     assert not named(far, **others)  # how a fails is not known
     assert not named(far, a=sketch(far), **{**others, "b": sketch(far)})
-    for open_ in (sketch(near).replace(":", " ").split()[0], f"{sketch(near)} | {others['c']}"):
+    for open_ in (sketch(near).replace(":", " ").split()[0], f"{sketch(near)} | {others['c']}", VARIES):
         assert not named(far, a=sketch(far), **{**others, "b": open_})
     assert named(far, a=f"{sketch(far)} | {sketch(near)}", b="ab:1", c="cd:1") == "a"
     right, wrong = Outcome(ValueError("one"), "n=3"), Outcome(ValueError("two"), "n=3")

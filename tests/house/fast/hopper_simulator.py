@@ -63,13 +63,15 @@ class Pointer:
     def __add__(self, offset: Any) -> "Pointer":
         return Pointer(self.memory, self.at + offset)
 
-    def places(self, mask: Any) -> tuple[Tensor, Tensor]:
-        """Where to read or write, and which elements of the block that concerns."""
+    def places(self, mask: Any) -> tuple[Tensor, Tensor | None]:
+        """Where to read or write, and which elements of the block that concerns: None means all."""
         at = torch.as_tensor(self.at)
-        inside = torch.ones_like(at, dtype=torch.bool) if mask is None else torch.as_tensor(mask).expand(at.shape)
-        wanted = at[inside]
-        if wanted.numel() and not 0 <= wanted.min() <= wanted.max() < self.memory.numel():
-            raise Fault(f"addresses {int(wanted.min())} to {int(wanted.max())} of {self.memory.numel()} numbers")
+        inside = None if mask is None else torch.as_tensor(mask).expand(at.shape)
+        wanted = at if inside is None else at[inside]
+        if wanted.numel():
+            first, last = map(int, wanted.aminmax())
+            if not 0 <= first <= last < self.memory.numel():
+                raise Fault(f"addresses {first} to {last} of {self.memory.numel()} numbers")
         return at, inside
 
 
@@ -140,7 +142,9 @@ class Shared:
 
     def store(self, values: Tensor) -> None:
         self.data.copy_(values)
-        self.hidden.fill_(self.machine.current.number)
+        number = self.machine.current.number
+        self.hidden.fill_(number)
+        self.machine.stored.setdefault(number, []).append(self.hidden)
 
     def seen(self) -> Tensor:
         """The numbers as copies and products see them."""
@@ -192,7 +196,7 @@ class Machine:
     def __init__(self, seed: int, at: tuple[int, ...], grid: tuple[int, ...]):
         self.random, self.at, self.grid = random.Random(seed), at, grid
         self.barriers: dict[int, Barrier] = {}  # by address
-        self.buffers: list[Shared] = []
+        self.stored: dict[int, list[Tensor]] = {}  # by role: where it has stored numbers that it has not fenced since
         self.loads: list[Any] = []
         self.roles: list[Role] = []
         self.main = getcurrent()  # where a role that pauses goes
@@ -202,8 +206,7 @@ class Machine:
     def allocate(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Shared:
         fill = math.nan if dtype.is_floating_point else 0
         data = torch.full(tuple(map(int, shape)), fill, dtype=dtype)
-        self.buffers.append(Shared(self, data, torch.zeros(data.shape, dtype=torch.int8)))
-        return self.buffers[-1]
+        return Shared(self, data, torch.zeros(data.shape, dtype=torch.int8))
 
     def barrier(self, shared: Shared) -> Barrier:
         return self.barriers[shared.data.data_ptr()]
@@ -319,8 +322,9 @@ class Machine:
 
     def fence(self) -> None:
         """Show copies and products what this role has stored."""
-        for shared in self.buffers:
-            shared.hidden[shared.hidden == self.current.number] = 0
+        number = self.current.number
+        for hidden in self.stored.pop(number, []):
+            hidden[hidden == number] = 0
 
     def atomic_add(self, pointer: Pointer, value: Any, **how: Any) -> Tensor:
         """Others may come before it, as before every instruction that other roles can notice."""
@@ -355,6 +359,8 @@ class Machine:
 
 def _load(pointer: Pointer, mask: Any = None, other: Any = 0) -> Tensor:
     at, inside = pointer.places(mask)
+    if inside is None:
+        return pointer.memory.take(at.long())
     result = torch.full(at.shape, other, dtype=pointer.memory.dtype)
     result[inside] = pointer.memory[at[inside]]
     return result
@@ -362,7 +368,8 @@ def _load(pointer: Pointer, mask: Any = None, other: Any = 0) -> Tensor:
 
 def _store(pointer: Pointer, values: Any, mask: Any = None) -> None:
     at, inside = pointer.places(mask)
-    pointer.memory[at[inside]] = torch.as_tensor(values).to(pointer.memory.dtype).expand(at.shape)[inside]
+    values = torch.as_tensor(values).to(pointer.memory.dtype).expand(at.shape)
+    pointer.memory[at if inside is None else at[inside]] = values if inside is None else values[inside]
 
 
 def _names(machine: Machine) -> dict[str, Any]:
