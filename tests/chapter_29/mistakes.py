@@ -51,9 +51,6 @@ literals with a leading zero are accepted
 operators of one rank are taken from the right, so 10-2-3 is 11
 @@ _evaluate
 - _RANK[pending[-1]] >= _RANK[token] => _RANK[pending[-1]] > _RANK[token]
-a bracket may open right behind a number: an operator must stand between them
-@@ _evaluate
-- if wants_operand != (token.isdigit() or token == "("): => if token != "(" and wants_operand != token.isdigit():
 an open bracket is accepted as if it were closed at the end
 @@ _evaluate
 - if pending: => if pending and pending.count("(") > 1:
