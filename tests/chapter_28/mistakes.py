@@ -57,6 +57,13 @@ the index in the message does not count the system message, so it points to the 
 a part of an unknown type is taken for text
 - if part["type"] not in _MARKERS: => if False:
 - _MARKERS[part["type"]], encode(part["text"]) => _MARKERS.get(part["type"], ""), encode(part["text"])
+a max_length of 0 keeps everything: only None does
+- ids[:max_length], mask[:max_length] => ids[: max_length or None], mask[: max_length or None]
+white space at the ends of a text is taken off: it is text, too
+- encode(part["text"]) => encode(part["text"].strip())
+an empty answer loses its turn, and with it the marker that ends it
+- for role, content in _alternating(messages, add_generation_prompt):
++ for role, content in [turn for turn in _alternating(messages, add_generation_prompt) if turn[1]]:
 all roles are joined in one text with their markers written out, so a typed marker looks like a real one
 - encode(part["text"]) => [i for i in encode(part["text"].replace("<|user_end|>", chr(126)))]
 
@@ -94,6 +101,8 @@ no conversation gives no columns either: the shape is [0, T]
 ids and mask of different lengths are accepted
 - if len(ids) != len(mask): => if False:
 - strict=True => strict=False
+ids and mask are compared after the cut, which can hide that they differ
+- if len(ids) != len(mask): => if len(ids[: length + 1]) != len(mask[: length + 1]):
 the error does not say which conversation is meant
 - conversation {index} has => a conversation has
 a conversation that does not fit in the rest of a row is split
@@ -350,6 +359,8 @@ sixteen evenly spaced levels: those of a normal float are closer where weights a
 - levels = NF4_LEVELS.double().to(weight.device) => levels = torch.linspace(-1, 1, 16, dtype=torch.float64)
 the level below is taken, not the nearest
 - (levels[1:] + levels[:-1]) / 2 => levels[1:]
+of two levels that are equally near, the upper one is taken
+- (levels[1:] + levels[:-1]) / 2) => (levels[1:] + levels[:-1]) / 2, right=True)
 weights are looked up between the levels, which takes the level above: the bounds are their midpoints
 - (levels[1:] + levels[:-1]) / 2 => levels
 a block of zeros is divided by its largest magnitude, 0
@@ -406,6 +417,10 @@ the bias is a parameter
 @@ __init__
 - self.register_buffer("bias", None if linear.bias is None else linear.bias.detach().clone())
 + self.bias = None if linear.bias is None else nn.Parameter(linear.bias.detach().clone())
+the given layer is frozen, too: it should be left unchanged
+- self.in_features, self.out_features = linear.in_features, linear.out_features
++ self.in_features, self.out_features = linear.in_features, linear.out_features
++ linear.requires_grad_(False)
 the bias is not a copy: it changes with the layer's
 @@ __init__
 - linear.bias.detach().clone() => linear.bias.detach()

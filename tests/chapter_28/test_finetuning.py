@@ -59,6 +59,10 @@ def test_render_chat_by_hand():
     expected = [300, 301, 97, 302, 303, 98, 304, 301, 99, 302, 303, 100, 304]
     expect_equal(list(ids), expected, name="ids", read=RETURNS)
     expect_equal(list(mask), [0, 0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 1, 1], name="mask", read=RETURNS)
+    case('user " a ", assistant "": blanks are text, and an empty answer has its two markers')
+    ids, mask = ft.render_chat([user(" a "), assistant("")], encode, SPECIAL)
+    expect_equal(list(ids), [300, 301, 32, 97, 32, 302, 303, 304], name="ids", read=RETURNS)
+    expect_equal(list(mask), [0] * 7 + [1], name="mask", read=RETURNS)
 
 
 def test_render_chat_parts():
@@ -105,6 +109,9 @@ def test_render_chat_prompt_and_cut():
     case("max_length = 4 of a prompt of 5 tokens")
     ids, mask = ft.render_chat([user("a")], encode, SPECIAL, max_length=4, add_generation_prompt=True)
     expect_equal((list(ids), list(mask)), ([300, 301, 97, 302], [0] * 4), name="(ids, mask)", read=ARGS)
+    case("max_length = 0: no token is left")
+    ids, mask = ft.render_chat([user("a")], encode, SPECIAL, max_length=0)
+    expect_equal((list(ids), list(mask)), ([], []), name="(ids, mask)", read=ARGS)
 
 
 def test_render_chat_without_messages():
@@ -211,6 +218,9 @@ def test_pack_conversations_reads_an_iterable_once_and_refuses():
     case("the second of two conversations has 3 ids and a mask of 4")
     with expect_raises(ValueError, "1", "3", "4", read=RAISES):
         ft.pack_conversations([conversation(2), ([1, 2, 3], [0, 1, 1, 1])], 8)
+    case("6 ids and a mask of 4 into rows of 2, for which both are cut to three")
+    with expect_raises(ValueError, "0", "6", "4", read=RAISES):
+        ft.pack_conversations([([1, 2, 3, 4, 5, 6], [0, 1, 1, 1])], 2)
 
 
 # ---- packed_mask -----------------------------------------------------------------------------------------------------
@@ -799,6 +809,11 @@ def test_nf4_quantize_by_hand():
     levels = torch.tensor([[15, 2, 7, 8], [0, 15, 13, 7]], dtype=torch.uint8)
     expect_close(levels_of(packed, (2, 4)), levels, name="levels", answer=packed, read=NF4)
     expect_close(packed.flatten(), pack_int4(levels.flatten()), name="packed", read=NF4)
+    case("weights halfway between levels 2 and 3, and between 7 and 8: the lower level")
+    halfway = [(ft.NF4_LEVELS[k].double() + ft.NF4_LEVELS[k + 1].double()) / 2 for k in (2, 7)]
+    packed, _ = ft.nf4_quantize(torch.tensor([1.0, *halfway, -1.0]), 4)
+    levels = torch.tensor([15, 2, 7, 0], dtype=torch.uint8)
+    expect_close(levels_of(packed, (4,)), levels, name="levels", answer=packed, read=RETURNS)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
@@ -857,6 +872,7 @@ def test_NF4Linear_equals_a_dense_layer():
         expect_equal(set(layer.state_dict()), names, name="names in the state dict", read=STATE)
         expect_equal(len(list(layer.parameters())), 0, name="number of parameters", read=STATE)
         expect_equal((layer.in_features, layer.out_features), (48, 8), name="features", read=STATE)
+        expect_true(linear.weight.requires_grad, "the given layer is left unchanged: it can still learn", read=ARGS)
         weight = _nf4_weight(linear, 16)
         for dtype in (torch.float32, torch.bfloat16, torch.float64):
             case(f"in = 48, out = 8, bias = {bias}, x [2, 3, 48] in {dtype}")

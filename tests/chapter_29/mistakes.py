@@ -8,6 +8,8 @@ text after the answer is accepted, which pays a model for guessing on
 - and not pieces[6].strip() =>
 text between `</think>` and `<answer>` is accepted: only white space belongs there
 - not pieces[2].strip() and =>
+the markers are found in capitals, too
+- re.split("(</?think>|</?answer>)", response) => re.split("(</?think>|</?answer>)", response.lower())
 a blank answer is accepted
 - and bool(pieces[4].strip()) =>
 the opening `<think>` is required, but a prompt may already end in it
@@ -139,6 +141,8 @@ the logits are exponentiated as they are, which overflows
 - _logits(rows[part], weight, temperature).log_softmax(-1)
 + _logits(rows[part], weight, temperature)
 + logs = logs - logs.exp().sum(-1, keepdim=True).log()
+float64 inputs give float64: the results are float32
+- torch.empty(len(rows), device=hidden.device) => torch.empty(len(rows), device=hidden.device, dtype=wide(hidden))
 a temperature of 0 or less is not refused
 - if not temperature > 0: => if temperature is None:
 only a temperature of 0 is refused
@@ -164,6 +168,8 @@ the lower limit is 1 / (1 + `clip_ratio_low`): the equation subtracts
 the share counts every ratio outside of the limits, also where the plain term is taken
 - n_clipped = ((clipped > plain) & mask).sum()
 + n_clipped = (((ratio < 1 - clip_ratio_low) | (ratio > 1 + clip_ratio_high)) & mask).sum()
+the share leaves out tokens without an advantage
+- n_clipped / mask.sum().clamp(min=1) => n_clipped / (mask & (advantages != 0)).sum().clamp(min=1)
 the share is of all places, masked ones too
 - mask.sum().clamp(min=1) => mask.numel()
 the sequence's log-ratio is the sum over its tokens: GSPO takes the mean
@@ -211,6 +217,8 @@ a sequence's weight is the geometric mean of its tokens': it is their product
 + ((weights >= floor) & (weights <= cap)).to(weights.dtype)
 "mask" leaves out the limits themselves
 - (weights >= floor) & (weights <= cap) => (weights > floor) & (weights < cap)
+the logarithm is limited from above only
+- clamp(-20, 20) => clamp(max=20)
 the logarithm is not limited
 - log_ratio.clamp(-20, 20).exp() => log_ratio.exp()
 each token's weight is truncated before the product: the product is what `cap` limits
@@ -452,6 +460,10 @@ the penalty is k1, whose mean gradient is zero
 the reward is this rank's mean
 @@ grpo_step
 - "reward": reward / max(n, 1) => "reward": float(rewards.mean()) if len(rewards) else 0.0
+the reward is the mean over rows that have a token: every row has a reward
+- rewards.sum(), rewards.new_tensor(len(rewards)) => rewards[mask.any(-1)].sum(), mask.any(-1).sum().double()
+rows without a token count as rows of the batch
+- mask.any(-1).sum()]), group) => mask.sum() * 0 + len(mask)]), group)
 the share of clipped tokens is a mean of the micro-batches' shares
 @@ _part_loss
 - (clip_fraction * mask.sum()).round() => clip_fraction * s.n_tokens * len(mask) / s.n_rows

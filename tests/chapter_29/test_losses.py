@@ -53,6 +53,7 @@ FORMS = [
     ("<think>two</think><answer>4", False),
     ("<think>two<answer>4</answer>", False),
     ("<answer>4</answer><think>two</think>", False),
+    ("two</think><ANSWER>4</ANSWER>", False),
     ("4", False),
     ("", False),
 ]
@@ -231,6 +232,9 @@ def test_token_log_probs_by_hand():
         expect_close(log_probs, torch.tensor([math.log(p)]), name="log_probs", read=ENTROPY)
         h = -p * math.log(p) - (1 - p) * math.log(1 - p)
         expect_close(entropy, torch.tensor([h]), name="entropy", read=ENTROPY)
+    case("the same in float64, at temperature 1: the results are float32")
+    log_probs, entropy = rewards.token_log_probs(hidden.double(), weight.double(), torch.tensor([1]))
+    expect_equal((log_probs.dtype, entropy.dtype), (torch.float32,) * 2, name="dtypes", read=RETURNS)
 
 
 @pytest.mark.parametrize("chunk_size", [1, 4, 7, 256])
@@ -357,7 +361,10 @@ def test_policy_loss_by_hand():
     expected = torch.tensor([[0.0, -1.0, -2.2, -2.6], [1.25, 0.8, 0.0, 0.0]])
     expect_close(losses.detach(), expected, name="losses", read=CLIP)
     expect_close(fraction, torch.tensor(2 / 5), name="clip_fraction", read=RETURNS)
-    case("the same: gradients of the log-probabilities, 0 where the clipped term counts")
+    case("the same with advantages 2 and 0: one of five tokens is clipped")
+    _, fraction = rewards.policy_loss(log_probs, old, torch.tensor([2.0, 0.0]), mask_of(MASK), 0.2, 0.3)
+    expect_close(fraction, torch.tensor(1 / 5), name="clip_fraction", read=RETURNS)
+    case("advantages 2 and -1: gradients of the log-probabilities, 0 where the clipped term counts")
     (gradient,) = torch.autograd.grad(losses.sum(), log_probs)
     expect_close(gradient, torch.tensor([[0.0, -1.0, -2.2, 0.0], [1.25, 0.0, 0.0, 0.0]]), name="gradient", read=CLIP)
     case("the same with the default limits: 0.2 on both sides")
@@ -519,7 +526,7 @@ def test_importance_weights_keep_the_logarithm_in_limits():
     x = torch.tensor([[30.0, -30.0]])
     for mode in ("truncate", "mask"):
         found = rewards.importance_weights(x, torch.zeros(1, 2), torch.ones(1, 2), mode=mode, cap=INF)
-        expect_close(found, torch.tensor([[20.0, -20.0]]).exp(), rtol=1e-5, read=RETURNS)
+        expect_close(found.log(), torch.tensor([[20.0, -20.0]]), atol=1e-4, name="log of the weights", read=RETURNS)
     case("a sequence of log-ratios 30 and -25: the sum 5 is what is limited, not each")
     found = rewards.importance_weights(
         torch.tensor([[30.0, -25.0]]), torch.zeros(1, 2), torch.ones(1, 2), "sequence", cap=INF

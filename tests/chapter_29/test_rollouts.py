@@ -366,7 +366,7 @@ def written_out(model: Table, batch: dict, **s) -> tuple[Tensor, float]:
             w = w.clamp(max=cap) if s["correction"] == "truncate" else w * ((w >= floor) & (w <= cap))
             losses = losses * w
         d = x - batch["ref_log_probs"][n][mask[n]]
-        kept.append(losses + s.get("kl_coef", 0.0) * ((-d).exp() - 1 + d))
+        kept += [losses + s.get("kl_coef", 0.0) * ((-d).exp() - 1 + d)] if len(x) else []
     mode, rows = s.get("loss_agg_mode", "token-mean"), len(kept)
     totals = {
         "token-mean": sum(x.sum() for x in kept) / n_tokens,
@@ -452,6 +452,13 @@ def test_grpo_step_takes_other_masks(dtype):
     found = rewards.grpo_step(model, torch.optim.SGD(model.parameters(), lr=0.5), batch)
     numbers, _ = expected_step(a_batch(), 0.5, 1.0)
     expect_close(found, numbers, atol=1e-5, rtol=1e-5, name="", read=ARGS)
+    case(f"a mask of {dtype}; the last response, with a reward of 1, has no token, and the loss is a mean over rows")
+    settings: dict[str, Any] = {"loss_agg_mode": "seq-mean-token-sum"}
+    model, batch = Table(dtype=torch.float32), a_batch(mask_dtype=dtype)
+    batch["response_mask"][5] = 0
+    found = rewards.grpo_step(model, torch.optim.SGD(model.parameters(), lr=0.5), batch, 4, **settings)
+    numbers, _ = expected_step(batch, 0.5, 1.0, **settings)
+    expect_close(found, numbers, atol=1e-5, rtol=1e-5, name="", read=RETURNS)
 
 
 def test_grpo_step_of_two_updates():

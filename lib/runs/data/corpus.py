@@ -209,8 +209,7 @@ def write(folder: Path, store: Store, found: list[Source], form: Form, **beside:
     }  # fmt: skip
     save(folder / "corpus.json", json.dumps(facts, indent=1).encode())
     print(
-        f"{folder}: {counts[0]:,} tokens to train on and {counts[1]:,} held out, "
-        f"of {facts['characters'] / 1e6:.0f} million characters"
+        f"{folder}: {counts[0]:,} tokens to train on and {counts[1]:,} held out, of {facts['characters']:,} characters"
     )
 
 

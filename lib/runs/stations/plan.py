@@ -69,7 +69,7 @@ TINY = Size(
     pretrain="--model tiny --length 128 --batch 8 --steps 400 --optimizer muon --lr 3e-3 --muon-lr 1e-2 --warmup 20 "
     "--eval-every 100 --save-every 50",
     tune="--optimizer muon --lr 3e-3 --muon-lr 1e-2 --batch 8 --steps 60 --warmup 20 --eval-every 30 --save-every 20",
-    reward="--new-tokens 40 --prompts 16 --group 8 --steps 80 --lr 1e-4 --eval-every 40 --save-every 5",
+    reward="--new-tokens 40 --prompts 16 --group 8 --steps 80 --lr 1e-4 --lr-warmup 0 --eval-every 40 --save-every 5",
     evaluate="--max-new-tokens 40 --batch-size 32 --shots 3",
     task="sorting",
     difficulty=5,

@@ -64,8 +64,13 @@ def read_lines(path: Path, is_preference: bool, limit: int | None = None) -> lis
 def _object(raw: bytes) -> dict[str, Any]:
     try:
         entry = json.loads(raw.decode())
+        if b"\\u" in raw:
+            json.dumps(entry, ensure_ascii=False).encode()
     except UnicodeDecodeError as error:
         raise ValueError(f"byte {error.start + 1} is not UTF-8") from None
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise ValueError(f"{half!r} is half of a character: expected both surrogates of the pair") from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"no JSON: {error}") from None
     if not isinstance(entry, dict):

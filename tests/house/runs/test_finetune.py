@@ -158,10 +158,15 @@ def test_the_forms_of_a_preference_are_one(tmp_path):
     assert [(line.prompt, line.talks) for line in found] == [(talk("a"), [talk("a", "b"), talk("a", "c")])] * 4
 
 
-def test_bytes_that_are_not_utf_8_and_a_missing_file(tmp_path):
+def test_text_that_is_not_unicode_and_a_missing_file(tmp_path):
     (tmp_path / "bad.jsonl").write_bytes(b'{"messages": "\xff"}')
     with pytest.raises(UsageError, match="line 1: byte 15 is not UTF-8"):
         conversations.read_lines(tmp_path / "bad.jsonl", False)
+    (tmp_path / "half.jsonl").write_text(json.dumps({"messages": talk("a", "\ud83d")}))
+    with pytest.raises(UsageError, match=r"line 1: '\\ud83d' is half of a character"):
+        conversations.read_lines(tmp_path / "half.jsonl", False)
+    (tmp_path / "whole.jsonl").write_text(json.dumps({"messages": talk("a", "\U0001f642")}))
+    assert conversations.read_lines(tmp_path / "whole.jsonl", False)[0].talks[0][1]["content"] == "\U0001f642"
     with pytest.raises(UsageError, match=r"nothing\.jsonl: No such file"):
         conversations.read_lines(tmp_path / "nothing.jsonl", False)
 
