@@ -53,7 +53,7 @@ from lib.runs.engine.request import parse
 from lib.runs.engine.start import make_task, set_up
 from lib.runs.engine.tasks import GPT2Task
 from lib.runs.engine.world import World, find_world
-from lib.runs.flags import ProgramParser, positive, some_of, whole, wholes
+from lib.runs.flags import ProgramParser, positive, whole, wholes
 from lib.runs.train_gpt2 import make_gpt2_parser
 
 XL = {"vocab_size": 10_000, "dim": 1600, "n_layers": 48, "n_heads": 25}
@@ -247,21 +247,22 @@ def make_run(flags: str, batch: int, device: torch.device) -> Run:
     return Run(options, task, world, device, task.describe(), False)
 
 
-def ways_of(options: argparse.Namespace) -> dict[str, str]:
-    """For each way that is asked for, all flags of its run."""
+def possible_ways(options: argparse.Namespace) -> dict[str, str]:
+    """For each way to train, all flags of its run."""
     ways, model = (SHARDED_RUNS, "xl") if options.shards else (RUNS, "small")
-    asked = {name: flags for name, flags in ways.items() if not options.ways or name in options.ways.split(",")}
     if options.tiny:  # a CPU has no graphs
-        plain = {name: flags.replace("--graph", "").split("--compile")[0] for name, flags in asked.items()}
+        plain = {name: flags.replace("--graph", "").split("--compile")[0] for name, flags in ways.items()}
         return {name: f"{TINY_RUN} {flags}" for name, flags in plain.items() if "copies" not in name}
-    return {name: f"{RUN} --model {model} {flags}" for name, flags in asked.items()}
+    return {name: f"{RUN} --model {model} {flags}" for name, flags in ways.items()}
 
 
 def start_runs(options: argparse.Namespace, batch: int, device: torch.device) -> dict[str, Run]:
     """The run of each way, with its step recorded as a graph if it says so."""
     made = {}
     pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
-    for name, flags in ways_of(options).items():
+    for name, flags in possible_ways(options).items():
+        if options.ways and name not in options.ways.split(","):
+            continue
         began = time.perf_counter()
         made[name] = run = make_run(flags, batch, device)
         if name == "in step":
@@ -358,8 +359,21 @@ def flags() -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to try the program")
     parser.add_argument("--runs", type=wholes, help="measure lib.runs.train_gpt2 with so many sequences a GPU")
     parser.add_argument("--shards", type=wholes, help="measure sharded runs of --model xl with so many sequences a GPU")
-    parser.add_argument("--ways", type=some_of(*RUNS, *SHARDED_RUNS), help="only these ways of a run; default: all")
-    return parser.parse_args()
+    parser.add_argument("--ways", help="only these ways of a run, with commas between; default: all")
+    options = parser.parse_args()
+    check_ways(parser, options)
+    return options
+
+
+def check_ways(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Refuse a request for two records at once, or for a way that a run does not have."""
+    if options.runs and options.shards:
+        parser.error(f"--runs {options.runs} with --shards {options.shards}: expected one of the two")
+    known = possible_ways(options) if options.runs or options.shards else {}
+    for name in options.ways.split(",") if options.ways is not None else ():
+        if name not in known:
+            expected = f"some of {', '.join(known)}" if known else "--runs or --shards with it"
+            parser.error(f"--ways: {name!r}: expected {expected}")
 
 
 def main() -> None:
