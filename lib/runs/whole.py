@@ -1,6 +1,6 @@
 """From an empty folder to a model that answers: every program of this package, one after the other.
 
-python -m lib.runs.whole --size tiny --out way                       # a quarter of an hour on two cores
+python -m lib.runs.whole --size tiny --out way                       # some minutes on two cores
 python -m lib.runs.whole --size small --out way --dry-run            # the commands, what they need, the predictions
 python -m lib.runs.whole --size tiny --out way --use corpus=my_corpus
 
