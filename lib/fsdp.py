@@ -56,7 +56,7 @@ def shard(tensor: Shaped[Tensor, "..."], rank: int, world_size: int) -> Shaped[T
 
     Returns:
         ``[ceil(n / R)]`` of the n elements in row-major order, the last shares filled up with zeros.
-        A copy, so that the tensor can be freed.
+        A copy outside of autograd's graph, so that the tensor can be freed.
 
     Raises:
         ValueError: ``rank`` is not in 0..R-1; the message names ``rank``.
@@ -113,6 +113,7 @@ class ShardedOptimizer(Optimizer):
         """Assign owners in one more group (``params`` and options).
 
         ``Optimizer.__init__`` calls this for each of its groups.
+        Afterwards the group in ``param_groups`` has all options of the inner optimizer, also those that nobody gave.
         """
         raise NotImplementedError("Exercise 12.4: write ShardedOptimizer.add_param_group")
 

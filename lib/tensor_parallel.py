@@ -269,7 +269,7 @@ def vocab_parallel_cross_entropy(
         logits_shard: This rank's columns ``[..., V_r]``, in rank order, any floating dtype; widths V_r may differ from
             rank to rank, and be 0.
             Left unchanged.
-        targets: Ids ``[...]`` in the whole vocabulary, the same on every rank.
+        targets: Ids ``[...]`` in the whole vocabulary, in any integer dtype, the same on every rank.
         group: The ranks; None means all ranks.
 
     Returns:

@@ -191,7 +191,7 @@ def embed(ids: Int[Tensor, "..."], weight: Float[Tensor, "v c"]) -> Float[Tensor
     Size: 5 minutes, difficulty 1, warm-up.
 
     Args:
-        ids: Token ids, of any shape.
+        ids: Token ids, of any shape and any integer dtype.
         weight: One row of width C for each of the V tokens.
 
     Returns:

@@ -148,6 +148,8 @@ class TokenBatches:
     The row of N tokens is cut into ``n_windows`` = (N - 1) // length windows.
     Window i has the inputs ``tokens[i * length : (i + 1) * length]``, and its targets are shifted by one token.
     An epoch contains every window once: in order, or, with a seed, in an order that is shuffled anew for each epoch.
+    The shuffle depends on the seed and on the epoch's number as two numbers, not on their sum, and leaves the global
+    random generators alone.
     Each step takes the next ``world_size * batch`` windows: rank 0 the first ``batch``, rank 1 the next, and so on.
     Every batch is full and no window is dropped, so a batch may span two epochs.
 
@@ -266,7 +268,7 @@ def load_checkpoint(path: str | os.PathLike | BinaryIO, model: nn.Module, optimi
 
     Returns:
         ``step`` and the additional state, by name, with tensors on the CPU.
-        The random numbers continue where they were when it was saved.
+        The random numbers continue where they were when it was saved; CUDA's only if there are as many devices as then.
 
     Raises:
         pickle.UnpicklingError: the file contains more than tensors and plain values; nothing in it is run.

@@ -204,6 +204,8 @@ class GradScaler:
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the gradients of an optimizer's parameters by the scale, in place, and note whether any is inf or NaN.
 
+        A gradient may be sparse: then its values count.
+
         Raises:
             RuntimeError: since the last ``update`` this optimizer was unscaled; the message names ``unscale_()``.
             RuntimeError: since the last ``update`` this optimizer was stepped; the message names ``step()``.
@@ -319,8 +321,8 @@ class MiniAutocast(TorchFunctionMode):
         dtype: Dtype of the products: float16, bfloat16, or float32, which switches an outer region off.
         device_type: Which rules apply: "cuda", or "cpu" with its shorter list of reductions.
 
-    If the name of an operation is in ``PRODUCTS``, its floating-point arguments are cast to ``dtype``; if it is in
-    ``REDUCTIONS[device_type]``, to float32; every other operation runs unchanged.
+    If the name of an operation is in ``PRODUCTS``, its floating-point arguments, also those in lists and tuples, are
+    cast to ``dtype``; if it is in ``REDUCTIONS[device_type]``, to float32; every other operation runs unchanged.
     float64 is never cast.
     Regions nest, and the innermost one decides.
     Parameters are not changed, and their gradients have the parameters' dtype.

@@ -218,7 +218,7 @@ def pad_vocab(n: int, multiple: int = 128) -> int:
         The smallest multiple of ``multiple`` that is at least ``n``: 50,304 for 50,257.
     """
     ### BEGIN SOLUTION
-    return math.ceil(n / multiple) * multiple
+    return -(-n // multiple) * multiple  # rounds up, without a float
     ### END SOLUTION
 
 

@@ -314,7 +314,7 @@ def profile_step(step_fn: Callable[[], Any], path: str | os.PathLike) -> StepPro
         path: File for the Chrome trace, which https://ui.perfetto.dev opens; its folder exists.
 
     Returns:
-        A ``StepProfile``.
+        A ``StepProfile``, from the profiler's ``events()``.
         On the CPU, a range takes the time from its opening to its closing, and an operator its own time.
         If any operator took time on a CUDA device (``self_device_time_total``), all times are the device's: an operator
         has its own, and a range has the sum over the operators that began while it was open, on any thread (autograd

@@ -350,7 +350,7 @@ def vocab_parallel_cross_entropy(
         logits_shard: This rank's columns ``[..., V_r]``, in rank order, any floating dtype; widths V_r may differ from
             rank to rank, and be 0.
             Left unchanged.
-        targets: Ids ``[...]`` in the whole vocabulary, the same on every rank.
+        targets: Ids ``[...]`` in the whole vocabulary, in any integer dtype, the same on every rank.
         group: The ranks; None means all ranks.
 
     Returns:
@@ -367,6 +367,7 @@ def vocab_parallel_cross_entropy(
     """
     ### BEGIN SOLUTION
     logits = logits_shard.to(torch.promote_types(logits_shard.dtype, torch.float32))
+    targets = targets.long()  # uint8 has the numbers 0 to 255 only
     rank, width = dist.get_rank(group), logits.shape[-1]
     widths = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=logits.device)
     widths[rank] = width

@@ -378,7 +378,7 @@ def embed(ids: Int[Tensor, "..."], weight: Float[Tensor, "v c"]) -> Float[Tensor
     Size: 5 minutes, difficulty 1, warm-up.
 
     Args:
-        ids: Token ids, of any shape.
+        ids: Token ids, of any shape and any integer dtype.
         weight: One row of width C for each of the V tokens.
 
     Returns:
@@ -389,6 +389,6 @@ def embed(ids: Int[Tensor, "..."], weight: Float[Tensor, "v c"]) -> Float[Tensor
     Source: this chapter's last section; ``torch.nn.functional.embedding`` returns the same without the product.
     """
     ### BEGIN SOLUTION
-    one_hot = torch.nn.functional.one_hot(ids, num_classes=len(weight))
+    one_hot = torch.nn.functional.one_hot(ids.long(), num_classes=len(weight))
     return one_hot.to(weight.dtype) @ weight
     ### END SOLUTION

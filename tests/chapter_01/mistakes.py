@@ -294,6 +294,8 @@ the one-hot rows are as wide as the largest id, not as the vocabulary
 the columns of the table are taken for tokens: the product sums over the wrong axis
 + one_hot = torch.nn.functional.one_hot(ids, num_classes=weight.shape[1]).to(weight.dtype)
 + return one_hot @ weight.T
+one_hot takes int64 only, and ids may have any integer dtype: make them int64 first
+- ids.long() => ids
 the result is float32 whatever the table's dtype
 - one_hot.to(weight.dtype) @ weight => one_hot.float() @ weight.float()
 a token that occurs twice is used once: the one-hot rows are made of the distinct ids

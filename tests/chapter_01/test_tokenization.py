@@ -440,8 +440,8 @@ def test_BPETokenizer_earliest_merge_first():
 def test_BPETokenizer_until_no_pair_is_a_merge():
     case('"abc", merges a+bc then b+c: joining b+c creates the pair a+bc')
     merges = [(b"a", b"bc"), (b"b", b"c")]
-    tokenizer = tokenization.BPETokenizer({0: b"a", 1: b"b", 2: b"c", 3: b"bc", 4: b"abc"}, merges)
-    expect_equal(tokenizer.encode("abc"), [4], name="ids", read="eq-tokenization-3")
+    tokenizer = tokenization.BPETokenizer(as_vocab(merges), merges)
+    expect_equal(tokenizer.encode("abc"), [256], name="ids", read="eq-tokenization-3")
 
 
 def test_BPETokenizer_rank_is_not_id():
@@ -820,6 +820,14 @@ def test_embed_keeps_the_dtype(dtype):
     case(f"V=5 C=5, {dtype}")
     ids, weight = torch.tensor([[0, 4], [3, 3]]), make_weight(5, 5, dtype=dtype)
     expect_close(tokenization.embed(ids, weight), functional.embedding(ids, weight), atol=0, rtol=0, read=PRODUCT)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8])
+def test_embed_takes_ids_of_any_integer_dtype(dtype):
+    case(f"ids [2, 0, 2] in {dtype}, V=5 C=3")
+    ids, weight = torch.tensor([2, 0, 2]), make_weight(5, 3)
+    found = tokenization.embed(ids.to(dtype), weight)
+    expect_close(found, functional.embedding(ids, weight), atol=0, rtol=0, read="the contract, under Args")
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -38,9 +38,11 @@ x was changed in place
 the result is cut off from the graph
 - x.to(torch.promote_types => x.detach().to(torch.promote_types
 the maximum of an empty dimension is taken, which raises an error: that case must return early
-- if x.shape[dim] == 0:
+- if x.numel() == 0:
 -     return x.clone()
 +
+the size of a dimension is asked for, and a scalar has none; numel() counts its one number
+- x.numel() == 0 => x.shape[dim] == 0
 
 # causal_mask
 aligned to the first key: with a cache the last query would not see itself

@@ -87,7 +87,7 @@ def test_softmax_sums_to_one():
 
 
 def test_softmax_equals_torch():
-    for shape, dim in [((7,), 0), ((3, 4), 0), ((3, 4), 1), ((2, 3, 5), -2)]:
+    for shape, dim in [((7,), 0), ((3, 4), 0), ((3, 4), 1), ((2, 3, 5), -2), ((), 0)]:
         case(f"x {list(shape)}, dim={dim}, float32")
         x = 3 * randn(*shape, seed=1)
         expect_close(attention.softmax(x, dim), torch.softmax(x, dim), atol=1e-6, read=SOFTMAX)

@@ -158,11 +158,11 @@ a weight was replaced by a new parameter, so an optimizer or a tied head still h
 that is the next power of two; the next multiple of 128 is smaller
 + return 1 << (n - 1).bit_length()
 a size that is already a multiple is raised to the next one
-- math.ceil(n / multiple) => (n // multiple + 1)
+- -(-n // multiple) => (n // multiple + 1)
 it rounds down, so the last tokens have no row
-- math.ceil(n / multiple) => n // multiple
+- -(-n // multiple) => n // multiple
 it rounds to the nearest multiple, which may be too small
-- math.ceil(n / multiple) => max(1, round(n / multiple))
+- -(-n // multiple) => max(1, round(n / multiple))
 the multiple is always 128, whatever was asked for
 + return reference.pad_vocab(n)
 the number is right, but it is a float and should be an int

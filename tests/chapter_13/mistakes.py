@@ -197,6 +197,8 @@ each rank subtracts its own largest logit, so the exponentials of different rank
 - dist.all_reduce(largest, dist.ReduceOp.MAX, group=group) =>
 the targets are used as columns of this rank's part; first subtract the id at which it begins
 - targets - widths[:rank].sum() => targets
+the targets keep their dtype, and uint8 has numbers from 0 to 255 only; make them int64 first
+- targets = targets.long() =>
 all ranks are assumed to have as many columns as this one, but widths may differ
 - widths[:rank].sum() => rank * width
 ranks that do not have the target add some other logit instead of zero

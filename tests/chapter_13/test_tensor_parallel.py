@@ -664,6 +664,10 @@ def loss_on_ranks(rank, world_size):
         (found,) = torch.autograd.grad(3 * loss, shard)
         part = 3 * torch.autograd.grad(expected, wide)[0].split(widths, -1)[rank]
         expect_close(found, part.to(dtype), atol=1e-2 if dtype == torch.bfloat16 else 1e-6, name="gradient", read=VOCAB)
+    case(f"targets 0, 255 and 130 in uint8, V=300 in columns [100, 60, 70, 70]; rank {rank}")
+    logits, targets = randn(3, 300, seed=3), torch.tensor([0, 255, 130])
+    loss = tp.vocab_parallel_cross_entropy(logits.split([100, 60, 70, 70], -1)[rank], targets.to(torch.uint8), None)
+    expect_close(loss, functional.cross_entropy(logits, targets), rtol=1e-5, read="the contract, under Args")
     case(f"the groups (0, 2), logits of about 1, and (1, 3), of about 10,000, with targets of their own; rank {rank}")
     logits, at = randn(4, 6, seed=rank % 2) * (10_000 if rank % 2 else 1), rank // 2
     targets = torch.tensor([0, 5, 2, 3]) if rank % 2 else torch.tensor([4, 4, 1, 0])
