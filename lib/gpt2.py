@@ -91,7 +91,7 @@ class CausalSelfAttention(nn.Module):
         raise NotImplementedError("Exercise 6.3: write CausalSelfAttention.__init__")
 
     def forward(self, x: Float[Tensor, "b t c"]) -> Float[Tensor, "b t c"]:
-        """``[B, T, C]`` in, ``[B, T, C]`` out."""
+        """``[B, T, C]`` in, ``[B, T, C]`` out; what is made on the way is on the device of ``x``."""
         raise NotImplementedError("Exercise 6.3: write CausalSelfAttention.forward")
 
 

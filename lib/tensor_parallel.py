@@ -2,7 +2,7 @@
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Float, Int
+from jaxtyping import Float, Integer
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
@@ -259,7 +259,7 @@ class ParallelAttention(nn.Module):
 
 
 def vocab_parallel_cross_entropy(
-    logits_shard: Float[Tensor, "... v_local"], targets: Int[Tensor, "..."], group: dist.ProcessGroup | None
+    logits_shard: Float[Tensor, "... v_local"], targets: Integer[Tensor, "..."], group: dist.ProcessGroup | None
 ) -> Float[Tensor, ""]:
     """The mean cross-entropy of logits whose vocabulary is divided among the ranks. (Exercise 13.10)
 

@@ -7,7 +7,7 @@ from itertools import chain, islice, pairwise, tee
 
 import regex
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Integer
 from torch import Tensor
 
 # GPT-2's pre-tokenization: contractions, words, numbers and punctuation each keep the one space before them.
@@ -185,7 +185,7 @@ class BPETokenizer:
         raise NotImplementedError("Exercise 1.5: write BPETokenizer.decode")
 
 
-def embed(ids: Int[Tensor, "..."], weight: Float[Tensor, "v c"]) -> Float[Tensor, "... c"]:
+def embed(ids: Integer[Tensor, "..."], weight: Float[Tensor, "v c"]) -> Float[Tensor, "... c"]:
     """The vectors of tokens, as a product of one-hot rows with the table. (Exercise 1.6)
 
     Size: 5 minutes, difficulty 1, warm-up.

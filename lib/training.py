@@ -11,11 +11,11 @@ from typing import BinaryIO
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Integer
 from torch import Tensor, nn
 
 
-def cross_entropy(logits: Float[Tensor, "... v"], targets: Int[Tensor, "..."]) -> Float[Tensor, ""]:
+def cross_entropy(logits: Float[Tensor, "... v"], targets: Integer[Tensor, "..."]) -> Float[Tensor, ""]:
     """Mean over all targets of minus the log probability of the target, in nats. (Exercise 7.1)
 
     Size: 20 minutes, difficulty 3, core.

@@ -104,7 +104,7 @@ class CausalSelfAttention(nn.Module):
         ### END SOLUTION
 
     def forward(self, x: Float[Tensor, "b t c"]) -> Float[Tensor, "b t c"]:
-        """``[B, T, C]`` in, ``[B, T, C]`` out."""
+        """``[B, T, C]`` in, ``[B, T, C]`` out; what is made on the way is on the device of ``x``."""
         ### BEGIN SOLUTION
         q, k, v = (split_heads(part, self.n_heads) for part in self.c_attn(x).chunk(3, dim=-1))
         mask = causal_mask(x.shape[1], x.shape[1], device=x.device)

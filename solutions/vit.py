@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 import torch.nn.functional as F  # noqa: N812
 from einops import rearrange
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
 from lib.given.models.vit import TINY as TINY
@@ -55,7 +55,7 @@ def patchify_unfold(images: Float[Tensor, "b ch height width"], patch: int) -> F
     ### END SOLUTION
 
 
-def patchify_einops(images: Float[Tensor, "b ch height width"], patch: int) -> Float[Tensor, "b n ch_p_p"]:
+def patchify_einops(images: Shaped[Tensor, "b ch height width"], patch: int) -> Shaped[Tensor, "b n ch_p_p"]:
     """The same cut as one rearrangement of axes. (Exercise)
 
     Size: 10 minutes, difficulty 2, core.
