@@ -123,6 +123,8 @@ an empty gradient raises an error, because the maximum of no numbers does
 - grads = [grad for grad in grads if grad.numel()] => [grad.max() for grad in grads]
 float16 parameters are accepted, and their small updates are lost
 - any(grad.dtype == torch.float16 for grad in grads) => False
+only the first gradient is looked at, and a float16 one may come after it
+- any(grad.dtype == torch.float16 for grad in grads) => grads[0].dtype == torch.float16
 a tuple comes back as a list
 - tuple(scaled) if isinstance(outputs, tuple) else scaled => scaled
 the scale stays on the CPU instead of moving to the device of the loss

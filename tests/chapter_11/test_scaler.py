@@ -253,6 +253,11 @@ def test_GradScaler_refuses_float16_parameters():
     backward(scaler, weight, [1.0, 1.0])
     with expect_raises(ValueError, "float16", read=ORDER):
         scaler.step(torch.optim.SGD([weight], lr=1.0))
+    case("an optimizer with a float32 parameter and, after it, the float16 one")
+    scaler, first = amp.GradScaler(**settings()), parameter(1.0)
+    first.grad = torch.ones(1)
+    with expect_raises(ValueError, "float16", read=ORDER):
+        scaler.unscale_(torch.optim.SGD([first, weight], lr=1.0))
 
 
 def test_GradScaler_passes_on_what_step_returns():
