@@ -242,7 +242,7 @@ class MultiHeadAttention(nn.Module):
         n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
         if dim % n_heads:
             raise ValueError(f"dim = {dim} is not a multiple of n_heads = {n_heads}")
-        if n_heads % n_kv_heads:
+        if n_kv_heads < 1 or n_heads % n_kv_heads:
             raise ValueError(f"n_heads = {n_heads} is not a multiple of n_kv_heads = {n_kv_heads}")
         self.n_heads, self.n_kv_heads, self.head_dim = n_heads, n_kv_heads, dim // n_heads
         self.wq = nn.Linear(dim, n_heads * self.head_dim, bias=False)

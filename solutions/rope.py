@@ -119,9 +119,9 @@ def apply_rope(x: Float[Tensor, "b t h d"], rope: Complex[Tensor, "t half_d"]) -
         feature i with i + D/2: see ``interleaved_to_half``.
     """
     ### BEGIN SOLUTION
-    expected = (x.shape[1], x.shape[3] // 2)
-    if tuple(rope.shape) != expected:
-        raise ValueError(f"x {list(x.shape)} needs a rope of {list(expected)} (T, D/2), got {list(rope.shape)}")
+    t, half = x.shape[1], x.shape[3] / 2
+    if tuple(rope.shape) != (t, half):
+        raise ValueError(f"x {list(x.shape)} needs a rope of [{t}, {half:g}] (T, D/2), got {list(rope.shape)}")
     real, imaginary = rearrange(x.float(), "b t h (i two) -> two b t h i", two=2)
     rotated = torch.complex(real, imaginary) * rope[:, None, :]
     return rearrange(torch.view_as_real(rotated), "b t h i two -> b t h (i two)").to(x.dtype)

@@ -115,15 +115,15 @@ the arithmetic was done in the dtype of x instead of in float32
 + cos, sin = (part[:, None].to(x.dtype) for part in (rope.real, rope.imag))
 + return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2)
 the table has no axis for the heads, so its positions were broadcast over the heads
-- tuple(rope.shape) != expected => False
+- tuple(rope.shape) != (t, half) => False
 - rope[:, None, :] => rope
 x was changed in place
 + out = reference.apply_rope(x, rope)
 + x.data.copy_(out)
 + return out
 the shape of the table is not checked: one row serves every position
-- if tuple(rope.shape) != expected:
--     raise ValueError(f"x {list(x.shape)} needs a rope of {list(expected)} (T, D/2), got {list(rope.shape)}")
+- if tuple(rope.shape) != (t, half):
+-     raise ValueError(f"x {list(x.shape)} needs a rope of [{t}, {half:g}] (T, D/2), got {list(rope.shape)}")
 + rope = rope[: x.shape[1]]
 the result is cut off from the graph
 - x.float() => x.detach().float()
