@@ -113,7 +113,7 @@ def test_short_convolution_refuses():
     la.short_convolution(randn(1, 5, 2), randn(2, 3))
     for activation in ("relu", "swish", ""):
         case(f"activation={activation!r}")
-        with expect_raises(ValueError, repr(activation), read=RAISES):
+        with expect_raises(ValueError, activation, read=RAISES):
             la.short_convolution(randn(1, 5, 2), randn(2, 3), None, None, activation)
 
 

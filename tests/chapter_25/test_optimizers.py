@@ -145,12 +145,13 @@ def test_steepest_direction_of_zeros_and_of_low_rank(norm):
     expect_close(opt.steepest_direction(torch.zeros(3, 2), norm), torch.zeros(3, 2), read=RETURNS)
     if norm == "spectral":
         case("a matrix of rank 1: only one direction has a singular value that counts")
-        u, v = randn(6, 1), randn(1, 4, seed=1)
+        # both matrices are exact in float32, so that an answer in float64 sees the same rank
+        u, v = torch.tensor([[3.0], [-1.0], [4.0], [1.0], [-5.0], [9.0]]), torch.tensor([[2.0, -7.0, 1.0, 8.0]])
         expect_close(opt.steepest_direction(u @ v, norm), u @ v / (u.norm() * v.norm()), atol=1e-5, read=RETURNS)
-        case("singular values 1, 1e-5 and 1e-9 in float32: the second counts, the last does not")
-        q = torch.linalg.qr(randn(3, 3, dtype=torch.float64))[0]
-        G = (q * torch.tensor([1, 1e-5, 1e-9], dtype=torch.float64)).float()
-        expected = torch.tensor([1.0, 1.0, 0.0])
+        case("rank 2, float32: a singular value of about 1e-5 of the largest counts, and rounding errors do not")
+        w, z = torch.tensor([[1.0], [3.0], [0.0], [-1.0], [0.0], [0.0]]), torch.tensor([[7.0, 2.0, 0.0, 0.0]])
+        G = u @ v + w @ z * 2.0**-15
+        expected = torch.tensor([1.0, 1.0, 0.0, 0.0])
         expect_close(
             torch.linalg.svdvals(opt.steepest_direction(G, norm)),
             expected,
