@@ -275,7 +275,7 @@ class GatedDeltaNet(nn.Module):
 
         T = 1 is one step of ``delta_rule_recurrent``; more positions are chunked.
         T is added to the cache's ``length``.
-        A cache is for decoding, without gradients: what is overwritten cannot be differentiated.
+        A cache is for decoding, without gradients: what is overwritten cannot be differentiated. It keeps no graph.
         """
         raise NotImplementedError("Exercise 24.7: write GatedDeltaNet.forward")
 

@@ -382,7 +382,7 @@ class GatedDeltaNet(nn.Module):
 
         T = 1 is one step of ``delta_rule_recurrent``; more positions are chunked.
         T is added to the cache's ``length``.
-        A cache is for decoding, without gradients: what is overwritten cannot be differentiated.
+        A cache is for decoding, without gradients: what is overwritten cannot be differentiated. It keeps no graph.
         """
         ### BEGIN SOLUTION
         dtype, ratio = torch.promote_types(x.dtype, torch.float32), self.n_v_heads // self.n_k_heads

@@ -34,6 +34,8 @@ def partition_layers(costs: Sequence[float], n_stages: int) -> list[range]:
 
     Raises:
         ValueError: There are fewer layers than stages, or ``n_stages`` is less than 1; the message names both numbers.
+
+    Cost: one number for each layer and stage, not a trial of every cut: 120 layers in 16 stages take seconds.
     """
     ### BEGIN SOLUTION
     n = len(costs)

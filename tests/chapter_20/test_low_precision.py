@@ -1487,6 +1487,13 @@ def test_gptq_of_a_parameter():
     expect_close(answer, wanted, rtol=0, atol=0, read=RETURNS)
 
 
+def test_gptq_of_weights_in_bfloat16():
+    case("weights [3, 16] in bfloat16, groups of 8: as for the same numbers in float32")
+    weight, _, hessian = correlated(3, 16, 64)
+    weight = weight.bfloat16()
+    expect_close(low.gptq(weight, hessian, 8), low.gptq(weight.float(), hessian, 8), rtol=0, atol=0, read=RETURNS)
+
+
 def test_gptq_by_hand():
     case("three columns, of which the second follows the first; 7.4 loses 0.4, so 3.3 becomes 3.7; group of 3")
     weight = torch.tensor([[7.4, 3.3, 15.0], [2.4, 8.2, 15.0]])

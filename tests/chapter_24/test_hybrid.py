@@ -241,6 +241,20 @@ def test_GatedDeltaNet_cache_begins_with_zeros():
         aim = torch.zeros(3, 3, 46, dtype=dtype), torch.zeros(3, 6, 4, 5, dtype=wide)
         expect_close((cache.conv_state, cache.recurrent_state), aim, name="cache", read=CACHE)
         expect_equal(cache.length, 0, name="length", read=CACHE)
+    case('make_cache(3, device="meta")')
+    cache = a_layer().make_cache(3, device="meta")
+    places = [cache.conv_state.device.type, cache.recurrent_state.device.type]
+    expect_equal(places, ["meta", "meta"], name="where the two states are", read=CACHE)
+
+
+def test_GatedDeltaNet_cache_keeps_no_graph():
+    case("a prompt of 3 positions with gradients on, whose output nobody differentiates")
+    layer = a_layer()
+    cache = layer.make_cache(1)
+    out = layer(randn(1, 3, 12), cache)
+    kept = [name for name in ("conv_state", "recurrent_state") if getattr(cache, name).requires_grad]
+    problem = f"{' and '.join(kept)} of the cache keeps autograd's graph of all that was passed"
+    expect_true(not kept, problem, answer=out, read=FORWARD)
 
 
 def test_GatedDeltaNet_one_position_is_one_step():
