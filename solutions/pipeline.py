@@ -244,7 +244,7 @@ def simulate(
     Raises:
         ValueError: The stages can never complete their lists.
             The message names the stuck stage that has waited longest, from when it was free (of equal ones the lowest),
-            its action, and the action that it waits for, with the stage of that action.
+            its action, and the action that it waits for, with the stage of that action; actions as ``str`` writes them.
             Of two missing actions it is the one that stands first in the rules above.
     """
     ### BEGIN SOLUTION

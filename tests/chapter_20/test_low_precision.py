@@ -181,7 +181,7 @@ def test_absmax_scale_refuses_blocks():
     for sizes in ((64, 64), (128, 64)):
         with expect_raises(ValueError, "64", read=RAISES):
             low.absmax_scale(torch.ones(3, 4), E4M3, sizes)
-    with expect_raises(ValueError, "(5,)", read=RAISES):
+    with expect_raises(ValueError, "5", read=RAISES):
         low.absmax_scale(torch.ones(5), E4M3, (128, 128))
 
 

@@ -590,7 +590,7 @@ def test_newton_schulz_multiplies_on_the_short_side(shape):
 
 def test_newton_schulz_refuses_vectors():
     case("a vector of 7")
-    with expect_raises(ValueError, "(7,)", read=RAISES):
+    with expect_raises(ValueError, "7", read=RAISES):
         opt.newton_schulz(torch.ones(7))
 
 
@@ -655,7 +655,7 @@ def test_newton_schulz_flops_equals_the_counter(shape):
 
 def test_newton_schulz_flops_refuses_vectors():
     case("a vector of 7")
-    with expect_raises(ValueError, "(7,)", read=RAISES):
+    with expect_raises(ValueError, "7", read=RAISES):
         opt.newton_schulz_flops((7,))
 
 
@@ -738,10 +738,10 @@ def test_Muon_goes_PyTorchs_way(adjust, dtype):
 
 def test_Muon_refuses_vectors():
     case("a bias of 5 among the weights, and in a group that is added later")
-    with expect_raises(ValueError, "(5,)", read=RAISES):
+    with expect_raises(ValueError, "5", read=RAISES):
         opt.Muon(parameters((3, 4), (5,)))
     muon = opt.Muon(parameters((3, 4)))
-    with expect_raises(ValueError, "(5,)", read=RAISES):
+    with expect_raises(ValueError, "5", read=RAISES):
         muon.add_param_group({"params": parameters((5,))})
     expect_equal(len(muon.param_groups), 1, name="groups afterwards", read=RAISES)
 
