@@ -912,14 +912,14 @@ def sharded_steps(rank, world_size, settings, dtype, members):
         reference.step()
         loss = muon.step(lambda: torch.tensor(3.0, requires_grad=True) * 2)
         expect_true(loss.requires_grad and loss.item() == 6, "step() returns the closure's loss", read=RETURNS)
+    # products in another order round otherwise, and three steps of bfloat16 add up to a few hundredths
+    atol = {None: 1e-9, torch.float32: 1e-4}.get(settings.get("ns_dtype", torch.bfloat16), 0.05)
     for i, (w, m) in enumerate(zip(whole, mine, strict=True)):
-        expect_close(
-            m.detach(), cut(w.detach(), rank, members), atol=0, rtol=0, name=f"rows of matrix {i}", read=TRAFFIC
-        )
+        rows = cut(w.detach(), rank, members)
+        expect_close(m.detach(), rows, atol=atol, rtol=0, name=f"rows of matrix {i}", read=TRAFFIC)
         momentum = cut(reference.state[w]["momentum_buffer"], rank, members)
-        expect_close(
-            muon.state[m]["momentum_buffer"], momentum, atol=0, rtol=0, name=f"momentum of matrix {i}", read=STATE
-        )
+        found = muon.state[m]["momentum_buffer"]
+        expect_close(found, momentum, atol=1e-6, rtol=0, name=f"momentum of matrix {i}", read=STATE)
         expect_close(m.grad, cut(w.grad, rank, members), atol=0, rtol=0, name=f"gradient of matrix {i}", read=STATE)
     return [m.numel() for m in mine]
 
@@ -934,8 +934,8 @@ def _muon(params, settings):
 CASES = [
     ({"ns_dtype": None}, torch.float64, 4),
     ({"ns_dtype": None, "adjust_lr_fn": "match_rms_adamw", "nesterov": False}, torch.float64, 3),
-    ({"cautious": True, "ns_steps": 3, "weight_decay": 0.5}, torch.float32, 2),
-    ({"ns_dtype": torch.float32, "momentum": 0.5}, torch.float64, 1),
+    ({"cautious": True, "ns_steps": 3, "weight_decay": 0.5, "ns_dtype": torch.float32}, torch.float64, 2),
+    ({"momentum": 0.5}, torch.float32, 1),
 ]
 
 
@@ -988,7 +988,7 @@ def test_ShardedMuon_sends_parts_and_multiplies_once(ranks, dtype, n_ranks):
 def refusals(rank, world_size):
     case("a part with the rows that another cut would give; a second group; too few shapes; settings that Muon refuses")
     part = nn.Parameter(torch.zeros(5 if rank else 4, 3))  # of [9, 3]: 5 and 4 rows
-    with expect_raises(ValueError, str((5 if rank else 4, 3)), str((4 if rank else 5, 3)), read=RAISES):
+    with expect_raises(ValueError, "5, 3", "4, 3", read=RAISES):
         opt.ShardedMuon([part], [(9, 3)])
     good = nn.Parameter(torch.zeros(4 if rank else 5, 3))
     muon = opt.ShardedMuon([good], [(9, 3)])
