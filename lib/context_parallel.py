@@ -93,7 +93,7 @@ class SequenceParallelBlock(nn.Module):
     The module sums the parts of all ranks before backward ends.
 
     Raises:
-        ValueError: R does not divide the number of heads; the message has the arithmetic.
+        ValueError: R does not divide the number of heads (``equal_part``, given, raises it with the arithmetic).
     Cost: two all-gathers and two reduce-scatters forward, the same backward: the bytes of four all-reduces.
         Autograd keeps a share of the positions, except for the gathered inputs of ``c_attn`` and ``c_fc``.
     Source: Korthikanti and others (arXiv:2205.05198), section 4.2.2, figure 5.
@@ -121,7 +121,8 @@ def heads_to_sequence(x: Float[Tensor, "b t_r h d"], group: dist.ProcessGroup | 
         ``[B, T, H/R, D]``: heads r H/R to (r + 1) H/R - 1 on rank r. The gradient is exchanged back.
 
     Raises:
-        ValueError: R does not divide H, or the ranks' shares have different lengths; the message has the arithmetic.
+        ValueError: R does not divide H (``equal_part``, given, raises it), or the ranks' shares have different lengths
+            (``check_shares``, given, raises it on every rank); the message has the arithmetic.
     Cost: one all-to-all forward and one backward; the given ``exchange`` makes both.
     Source: DeepSpeed-Ulysses (arXiv:2309.14509), section 3.1.
     """
@@ -141,7 +142,7 @@ def sequence_to_heads(x: Float[Tensor, "b t h_r d"], group: dist.ProcessGroup | 
         ``[B, T/R, H, D]``: positions r T/R to (r + 1) T/R - 1 on rank r. The gradient is exchanged back.
 
     Raises:
-        ValueError: R does not divide T; the message has the arithmetic.
+        ValueError: R does not divide T (``equal_part``, given, raises it with the arithmetic).
     """
     raise NotImplementedError("Exercise 18.5: write sequence_to_heads")
 
@@ -212,7 +213,7 @@ def zigzag_indices(length: int, rank: int, n_ranks: int) -> Int[Tensor, " t_loca
         Positions ``[T/R]``, ascending, int64. Under a causal mask all ranks see equally many keys.
 
     Raises:
-        ValueError: 2R does not divide T (the message has the arithmetic), or there is no such rank.
+        ValueError: 2R does not divide T (``equal_part``, given, raises it), or there is no such rank.
     """
     raise NotImplementedError("Exercise 18.8: write zigzag_indices")
 
@@ -231,7 +232,7 @@ def zigzag_shard(x: Tensor, dim: int, group: dist.ProcessGroup | None) -> Tensor
         This rank's share. The gradient of ``x`` is this rank's part: zero at all other positions.
 
     Raises:
-        ValueError: 2R does not divide the length; the message has the arithmetic.
+        ValueError: 2R does not divide the length (``zigzag_indices`` raises it).
     """
     raise NotImplementedError("Exercise 18.9: write zigzag_shard")
 
@@ -274,7 +275,7 @@ def ring_block(
         None if there are no scores to compute.
 
     Raises:
-        ValueError: another layout (the message shows it), or an odd length for "zigzag".
+        ValueError: another layout, or an odd length for "zigzag"; the message shows it.
     """
     raise NotImplementedError("Exercise 18.11: write ring_block")
 
@@ -335,8 +336,8 @@ def context_parallel_bytes(config, batch: int, length: int, n_ranks: int, kind: 
         Repeated heads count as often as they are sent.
 
     Raises:
-        ValueError: ``kind`` is another string (the message shows it), or R does not divide T or, for "ulysses", H; the
-            message has the arithmetic.
+        ValueError: ``kind`` is another string (the message shows it), or R does not divide T or, for "ulysses", H
+            (``equal_part``, given, raises it with the arithmetic).
     """
     raise NotImplementedError("Exercise 18.13: write context_parallel_bytes")
 

@@ -273,9 +273,9 @@ class GatedDeltaNet(nn.Module):
     def forward(self, x: Float[Tensor, "b t c"], cache: DeltaCache | None = None) -> Float[Tensor, "b t c"]:
         """The layer's output. With a cache, go on from its states and write them in place; its memory never moves.
 
-        T = 1 is one step of ``delta_rule_recurrent``; more positions are chunked.
+        T = 1 is one step of ``delta_rule_recurrent``; more positions are chunked. T may be 0.
         T is added to the cache's ``length``.
-        A cache is for decoding, without gradients: what is overwritten cannot be differentiated.
+        A cache is for decoding, without gradients: what is overwritten cannot be differentiated. It keeps no graph.
         """
         raise NotImplementedError("Exercise 24.7: write GatedDeltaNet.forward")
 

@@ -26,8 +26,8 @@ def steepest_direction(gradient: Float[Tensor, "r c"], norm: str) -> Float[Tenso
     Returns:
         - "frobenius": G over its norm.
         - "max": the sign of each element, with sign(0) = 0.
-        - "spectral": ``U_r V_r^T``, in which singular values up to ``max(R, C) * eps * s_max`` count as 0;
-          eps is that of the dtype in which they are computed.
+        - "spectral": ``U_r V_r^T``, in which singular values up to ``max(R, C) * eps * s_max`` count as 0; eps is that
+          of the dtype in which they are computed.
 
         Zeros give zeros. Computed in float32 at least, and returned in the gradient's dtype.
 
@@ -82,8 +82,7 @@ class Adafactor(ByParameter):
     Attributes:
         state: For each parameter that has had a gradient: "step", a float32 scalar tensor, and in the parameter's dtype
             "row_var" ``[..., R, 1]`` and "col_var" ``[..., 1, C]`` for two or more dimensions, else "variance".
-            PyTorch's
-            ``Adafactor`` can load it.
+            PyTorch's ``Adafactor`` can load it.
 
     A step:
 
@@ -170,12 +169,10 @@ class AdamW8bit(ByParameter):
 
     Attributes:
         state: For each parameter that has had a gradient: "step", "exp_avg" (signed) and "exp_avg_sq" (unsigned).
-            Where these
-            are bytes, "absmax" and "absmax_sq" are their scales.
+            Where these are bytes, "absmax" and "absmax_sq" are their scales.
 
-    A step is chapter 7's, in float32: dequantize, take in the
-    gradient, update the weight from the moments as they are now,
-    and only then round them. A second moment above 0 never becomes code 0, but the next one.
+    A step is chapter 7's, in float32: dequantize, take in the gradient, update the weight from the moments as they are
+    now, and only then round them. A second moment above 0 never becomes code 0, but the next one.
 
     Raises:
         ValueError: a negative ``lr``, ``eps`` or ``weight_decay``, or a beta outside [0, 1).
@@ -223,8 +220,7 @@ def newton_schulz(
 
     Raises:
         ValueError: fewer than two dimensions; the message shows the shape.
-            A list with fewer triples than ``steps``; the
-            message names ``steps`` (``triples`` raises it).
+            A list with fewer triples than ``steps``; the message names ``steps`` (``triples`` raises it).
 
     Source: Jordan and others (https://kellerjordan.github.io/posts/muon/); Kovarik (1970), Bjorck and Bowie (1971).
     Cost: ``steps * (4 s^2 l + 2 s^3)`` FLOPs, where s is the short side and l the long one.
@@ -276,8 +272,8 @@ class Muon(ByParameter):
 
     Args:
         params: Parameters of two or more dimensions, or groups of them.
-            Two are a matrix and three are a batch of matrices
-            (experts); more are one matrix ``[first, rest]`` (convolutions).
+            Two are a matrix and three are a batch of matrices (experts); more are one matrix ``[first, rest]``
+            (convolutions).
         lr: Learning rate.
         weight_decay: Times ``lr``, the fraction of a weight that each step removes.
         momentum: Share of the old mean that the state keeps.
@@ -292,9 +288,8 @@ class Muon(ByParameter):
 
     Raises:
         ValueError: fewer than two dimensions, in ``add_param_group`` too; the message shows the shape.
-            A negative ``lr``,
-            ``eps`` or ``weight_decay``, a momentum outside [0, 1), or
-            another ``adjust_lr_fn`` (``ByParameter`` checks these).
+            A negative ``lr``, ``eps`` or ``weight_decay``, a momentum outside [0, 1), or another ``adjust_lr_fn``
+            (``ByParameter`` checks these).
 
     Source: Jordan and others, 2024; Liu and others (arXiv:2502.16982), section 2.2; cautious: arXiv:2510.12402.
     Convention: the mean has weights that sum to 1, as in ``torch.optim.Muon``; some programs sum.
@@ -338,8 +333,7 @@ def split_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Para
     Returns:
         Two lists in the model's order, without frozen parameters. To Muon: two or more dimensions, inside an
         ``nn.ModuleList`` of the model, and in no ``nn.Embedding`` (a weight that is tied to one is in it).
-        To AdamW: all
-        others, so embeddings, head, positions, stem, norms and biases.
+        To AdamW: all others, so embeddings, head, positions, stem, norms and biases.
     """
 
     raise NotImplementedError("Exercise 25.11: write split_parameters")
@@ -414,12 +408,11 @@ class ShardedMuon(ByParameter):
     3. Each rank updates its rows, with the scale of the whole matrix.
 
     Raises:
-        ValueError: a part has another shape than its rows should
-            have (the message shows both), there is another number of
-            shapes than of parameters, a second group is added, or a setting that ``Muon`` refuses.
+        ValueError: a part has another shape than its rows should have (the message shows both), there is another number
+            of shapes than of parameters, a second group is added, or a setting that ``Muon`` refuses.
 
-    Cost: two ``all_to_all_single`` a step for all matrices together,
-    uneven and unpadded; each matrix is multiplied on one rank.
+    Cost: two ``all_to_all_single`` a step for all matrices together, uneven and unpadded; each matrix is multiplied on
+    one rank.
     """
 
     def __init__(

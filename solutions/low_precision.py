@@ -482,7 +482,8 @@ def gptq(
     ### BEGIN SOLUTION
     n_columns = weight.shape[1]
     w, h = weight.detach().double().clone(), hessian.double()
-    inverse = torch.linalg.inv(h + 0.01 * _positive(h.diagonal().mean()) * torch.eye(n_columns).to(h))
+    damped = h + 0.01 * _positive(h.diagonal().mean()) * torch.eye(n_columns).to(h)
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
     upper = torch.linalg.cholesky(inverse, upper=True)
     levels, scales, zeros = list[Tensor](), list[Tensor](), list[Tensor]()
     for i in range(n_columns):

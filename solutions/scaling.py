@@ -56,8 +56,7 @@ def fsdp_memory_bytes(config: FFNConfig, tokens: float, n_devices: int) -> float
 
     Returns:
         Bytes: 1/R of the weights, the gradients, the optimizer state and one half of the activations, plus the whole
-            other
-        half. The weights that are gathered for a moment are not counted.
+        other half. The weights that are gathered for a moment are not counted.
 
     Raises:
         ValueError: ``n_devices`` is below 1; the message names it.

@@ -270,14 +270,14 @@ def exchange_on_ranks(rank, world_size, name):
     expect_close(gradient(mine, "x"), upstream.chunk(4, dims[0])[rank], name="x's gradient", read=ULYSSES)
     if name == "heads_to_sequence":
         case("H=6 on four ranks")
-        with expect_raises(ValueError, "6", "4 x 1 + 2", read=RAISES):
+        with expect_raises(ValueError, "6", "4", read=RAISES):
             cp.heads_to_sequence(torch.ones(1, 2, 6, 2), None)
         case("shares of 3, 2, 2 and 2 positions on four ranks")
         with expect_raises(ValueError, "3 + 2 + 2 + 2", "4 x 2 + 1", read=RAISES):
             cp.heads_to_sequence(torch.ones(1, 3 if rank == 0 else 2, 4, 2), None)
     else:
         case("T=7 on four ranks")
-        with expect_raises(ValueError, "7", "4 x 1 + 3", read=RAISES):
+        with expect_raises(ValueError, "7", "4", read=RAISES):
             cp.sequence_to_heads(torch.ones(1, 7, 2, 2), None)
 
 
@@ -362,7 +362,7 @@ def ulysses_in_group(rank, world_size):
     out = cp.ulysses_attention(*mine, is_causal=True, group=group)
     expect_close(out, expected.float(), atol=1e-5, read=ULYSSES)
     case("H=3 on two ranks")
-    with expect_raises(ValueError, "3", "2 x 1 + 1", read=RAISES):
+    with expect_raises(ValueError, "3", "2", read=RAISES):
         cp.ulysses_attention(*(torch.ones(1, 2, 3, 4) for _ in range(3)), group=group)
     case("shares of 3 and 2 positions")
     with expect_raises(ValueError, "3 + 2", read=RAISES):
@@ -491,7 +491,7 @@ def test_zigzag_indices_deal_out_equal_work(length, n_ranks):
 
 @pytest.mark.parametrize(
     ("length", "rank", "n_ranks", "says"),
-    [(10, 0, 4, "8 x 1 + 2"), (12, 0, 4, "8 x 1 + 4"), (8, 2, 2, "2"), (8, -1, 2, "-1")],
+    [(10, 0, 4, "10"), (12, 0, 4, "12"), (8, 2, 2, "2"), (8, -1, 2, "-1")],
 )
 def test_zigzag_indices_refuse(length, rank, n_ranks, says):
     case(f"T={length}, rank {rank} of {n_ranks}")
@@ -519,7 +519,7 @@ def shard_on_ranks(rank, world_size):
     expected = torch.zeros(2, 8, dtype=torch.float64).index_copy(1, torch.tensor(ZIGZAGS[4][rank]), upstream)
     expect_close(x.grad, expected, name="x's gradient", read="the contract, under Returns")
     case("T=6 on two ranks")
-    with expect_raises(ValueError, "6", "4 x 1 + 2", read=RAISES):
+    with expect_raises(ValueError, "6", read=RAISES):
         cp.zigzag_shard(torch.ones(6), 0, group)
 
 
@@ -553,7 +553,7 @@ def gather_zigzag_on_ranks(rank, world_size):
     with expect_raises(ValueError, "4 + 2 + 2 + 2", "4 x 2 + 2", read=RAISES):
         cp.zigzag_gather(torch.ones(4 if rank == 0 else 2), 0, None)
     case("shares of 3 positions on four ranks")
-    with expect_raises(ValueError, "x 1 + ", read=RAISES):
+    with expect_raises(ValueError, read=RAISES):
         cp.zigzag_gather(torch.ones(3), 0, None)
 
 
@@ -622,13 +622,13 @@ def test_ring_block_refuses():
     with expect_raises(ValueError, "striped", read=RAISES):
         cp.ring_block(0, 1, 4, True, "striped")
     case("5 positions on a rank, zigzag")
-    with expect_raises(ValueError, "5", "2 x 2 + 1", read=RAISES):
+    with expect_raises(ValueError, "5", read=RAISES):
         cp.ring_block(0, 1, 5, True, "zigzag")
     case("without a mask: layout 'striped'")
     with expect_raises(ValueError, "striped", read=RAISES):
         cp.ring_block(0, 1, 4, False, "striped")
     case("without a mask: 5 positions on a rank, zigzag")
-    with expect_raises(ValueError, "5", "2 x 2 + 1", read=RAISES):
+    with expect_raises(ValueError, "5", read=RAISES):
         cp.ring_block(0, 1, 5, False, "zigzag")
 
 
@@ -935,13 +935,13 @@ def test_context_parallel_bytes_of_models(config, batch, length, n_ranks, ring, 
 
 def test_context_parallel_bytes_refuse():
     for says, (length, n_ranks, kind) in {
-        "4 x 2 + 2": (10, 4, "ring"),
-        "8 x 1 + 4": (16, 8, "ulysses"),
-        "striped": (8, 2, "striped"),
-        "zigzag": (8, 2, "zigzag"),  # behind "ulysses" in the alphabet
+        ("10", "4"): (10, 4, "ring"),
+        ("12", "8"): (16, 8, "ulysses"),
+        ("striped",): (8, 2, "striped"),
+        ("zigzag",): (8, 2, "zigzag"),  # behind "ulysses" in the alphabet
     }.items():
         case(f"T={length}, 12 query heads, {n_ranks} ranks, kind {kind!r}")
-        with expect_raises(ValueError, says, read=RAISES):
+        with expect_raises(ValueError, *says, read=RAISES):
             cp.context_parallel_bytes(GROUPED, 1, length, n_ranks, kind)
 
 

@@ -459,6 +459,8 @@ the damping has a smallest value, which is more than 1 % where inputs are small
 - h.diagonal().mean() => h.diagonal().mean().clamp(min=1e-6)
 the weight is not detached: the scales of a parameter carry the graph of all corrections
 - weight.detach().double() => weight.double()
+the corrected weights are kept in the dtype of the weights, which rounds each correction
+- weight.detach().double().clone() => weight.detach().clone()
 weights in float64 are not copied, so the corrections change the caller's tensor
 - .double().clone() => .double()
 the Hessian is damped in place

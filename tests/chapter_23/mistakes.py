@@ -148,6 +148,9 @@ the attention factor is squared: it multiplies cosines and sines, so the scores 
 mscale counts even without mscale_all_dim
 - magnitude(mscale) / magnitude(mscale_all_dim) if mscale and mscale_all_dim else magnitude(1.0)
 + magnitude(mscale or 1.0) / (magnitude(mscale_all_dim) if mscale_all_dim else 1.0)
+mscale_all_dim alone is enough, and a mscale of None or 0 is multiplied
+- if mscale and mscale_all_dim => if mscale_all_dim
+- magnitude(mscale) / => magnitude(mscale or 0.0) /
 mscale and mscale_all_dim are ignored
 - magnitude(mscale) / magnitude(mscale_all_dim) if mscale and mscale_all_dim else magnitude(1.0) => magnitude(1.0)
 a factor below 1 gives an attention factor below 1
@@ -189,6 +192,8 @@ the result stays in float32 instead of going back to the dtype of x
 - part.to(x.dtype), x[..., turned:] => part, x[..., turned:].to(part.dtype)
 float64 is cast down to float32
 - wide = x.dtype == torch.float64 => wide = False
+x is cast to float32 before it meets a table in double precision
+- part = x[..., :turned].to(torch.float64 if wide else torch.float32) => part = x[..., :turned].float()
 x was changed in place
 + x.data[..., :turned] = part.to(x.dtype)
   return torch.cat(

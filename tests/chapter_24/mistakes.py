@@ -397,6 +397,14 @@ the recurrent state is kept in the dtype of the convolution's inputs
 the cache's two states have a position too many: the present input is not remembered
 @@ make_cache
 - kernel - 1 => kernel
+make_cache forgets the device
+@@ make_cache
+- conv = torch.zeros(batch, kernel - 1, channels, dtype=dtype, device=device)
++ conv = torch.zeros(batch, kernel - 1, channels, dtype=dtype)
+- dtype=wide, device=device => dtype=wide
+the states are not detached, so the cache keeps the graph of everything that was passed
+- conv.detach() => conv
+- state.detach() => state
 numbers of heads that do not fit are not refused
 @@ __init__
 - if n_v_heads % n_k_heads: => if False:
@@ -483,6 +491,11 @@ peers are counted in the world instead of in the group
 - dist.recv(before, group=group, group_src=rank - 1) => dist.recv(before, src=rank - 1)
 - dist.send((fade * before + state).contiguous(), group=group, group_dst=rank + 1)
 + dist.send((fade * before + state).contiguous(), dst=rank + 1)
+in backward, peers are counted in the world instead of in the group
+@@ _ScanStates.backward
+- dist.recv(after, group=ctx.group, group_src=rank + 1) => dist.recv(after, src=rank + 1)
+- dist.send((grad + fade * after).contiguous(), group=ctx.group, group_dst=rank - 1)
++ dist.send((grad + fade * after).contiguous(), dst=rank - 1)
 no gradient crosses the ranks: backward sends nothing
 @@ _ScanStates.backward
 - if rank < last:

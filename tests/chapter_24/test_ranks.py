@@ -80,9 +80,13 @@ def test_scan_states_on_ranks(ranks, n_ranks):
 def scan_by_hand(rank, world_size):
     pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     case(f"four ranks in the groups (0, 2) and (1, 3): states 8 and 3, decays 1/2 and 1/4; rank {rank}")
-    state, decay = torch.full((1, 1, 1, 1), [8.0, 3.0][rank // 2]), torch.full((1, 1), [0.5, 0.25][rank // 2]).log()
+    state = torch.full((1, 1, 1, 1), [8.0, 3.0][rank // 2]).requires_grad_()
+    decay = torch.full((1, 1), [0.5, 0.25][rank // 2]).log()
     found = la.scan_states(state, decay, pairs[rank % 2])
     expect_close(found, torch.full((1, 1, 1, 1), [0.0, 8.0][rank // 2]), read=SCAN)
+    found.sum().mul(rank + 1.0).backward()
+    wanted = [3.0 + rank % 2, 0.0][rank // 2]
+    expect_close(state.grad.item(), wanted, name="the state's gradient in a group", read=SCAN)
     case(f"four ranks: states 1, 2, 4, 8, decays 1/2, 1/4, 1/2, 1/2; rank {rank}")
     state = torch.full((1, 1, 1, 1), float(2**rank)).requires_grad_()
     decay = torch.full((1, 1), [0.5, 0.25, 0.5, 0.5][rank]).log().requires_grad_()

@@ -351,7 +351,7 @@ def test_deduplicate_lines_drops_every_occurrence_unless_it_is_told():
     case("no keep: 'a' twice in one document; and nothing")
     expect_equal(data.deduplicate_lines(["a\nb\na"]), ["b\n"], read=ARGS)
     expect_equal(data.deduplicate_lines([]), [], read=RETURNS)
-    with expect_raises(ValueError, "'last'", read=RAISES):
+    with expect_raises(ValueError, "last", read=RAISES):
         data.deduplicate_lines(["a"], "last")
 
 

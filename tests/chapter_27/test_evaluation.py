@@ -247,7 +247,8 @@ def test_loglikelihood_equals_single_requests(limit, as_tuple):
         found = ev.loglikelihood(Recorder(as_tuple=as_tuple), asked, limit, pad_id=2, batch_size=batch)
         expect_equal(len(found), 9, name="len(out)", answer=found, read=RETURNS)
         for i, (score, greedy) in enumerate(expected):
-            expect_close(found[i][0], score, rtol=1e-9, name=f"out[{i}][0]", answer=found, read=LIKELIHOOD)
+            # the contract also allows logits that are cast to float32
+            expect_close(found[i][0], score, rtol=2e-6, name=f"out[{i}][0]", answer=found, read=LIKELIHOOD)
             expect_equal(found[i][1], greedy, name=f"out[{i}][1]", answer=found, read=RETURNS)
 
 

@@ -1082,5 +1082,5 @@ def test_kl_penalty_means_over_three_outcomes():
 @pytest.mark.parametrize("name", ["k4", "kl", "", "+", "k3++"])
 def test_kl_penalty_refuses(name):
     case(f"kl_penalty = {name!r}")
-    with expect_raises(ValueError, repr(name), read=RAISES):
+    with expect_raises(ValueError, name, read=RAISES):
         ft.kl_penalty(torch.zeros(1), torch.zeros(1), name)
