@@ -29,8 +29,10 @@ PROCESSES = runpy.run_path(str(Path(__file__).with_name("processes.py")))
 RANK = str(Path(__file__).with_name("rank.py"))
 # torch._dynamo, because the first step of any optimizer imports it (1.4 s); checkpoints, because chapter 12 and every
 # run do (0.1 s); the others, because most modules do
-PRELOADED = ("torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch._dynamo")
-PRELOADED += ("numpy", "einops", "jaxtyping", "yaml", "pytest")
+PRELOADED = (
+    *("torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch._dynamo"),
+    *("numpy", "einops", "jaxtyping", "yaml", "pytest"),
+)
 
 
 class Keeper:
