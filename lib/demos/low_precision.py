@@ -4,6 +4,7 @@ and a small Llama with weights of eight and four bits.
 
 import copy
 from collections.abc import Callable, Iterator
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -81,6 +82,7 @@ def replace_linears(model: nn.Module, make: Callable[[nn.Linear], nn.Module], sk
     return model
 
 
+@cache
 def corpus() -> tuple[Tensor, Tensor]:
     """The bytes of the Python language reference: nine tenths to train on, and the rest."""
     data = torch.tensor(list(language_reference().encode()))

@@ -11,7 +11,7 @@ A training loop sees the same addresses again and again, because PyTorch's alloc
 import inspect
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from lib.given.kernels.tiles import HAS_TRITON, INTERPRETED, triton
 if HAS_TRITON:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
+F = TypeVar("F", bound=Callable[..., Any])
 VERSION = tuple(map(int, triton.__version__.split(".")[:2])) if HAS_TRITON else ()
 DIRECT = ((3, 6),)  # versions of Triton whose launcher `_direct` knows; other versions launch through Triton's Python
 # Arguments on which Triton does not specialize (for 1, or a multiple of 16).
@@ -32,6 +33,14 @@ REACH = ("before", "after", "each")
 # short rows follow each other. If no number in between divides theirs, it is all of them.
 FEWEST_TOGETHER, MOST_TOGETHER = 8, 32
 MOST_KEPT = 256  # lists of arguments that a launch keeps, one for each set of addresses
+
+
+def constant_when_compiled(function: F) -> F:
+    """Tell torch.compile that a function returns the same at each call, as ``torch.compiler.assume_constant_result``
+    does. PyTorch's imports the compiler for that, which takes longer than PyTorch itself.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 class Box(NamedTuple):

@@ -23,7 +23,10 @@ from lib.ranks.failure import RankFailure
 
 KEEPER = str(Path(__file__).with_name("keeper.py"))
 # torch._dynamo, because the first step of any optimizer imports it; the others because ranks, or most modules, do
-PRELOADED = ("torch.distributed.fsdp", "torch._dynamo", "psutil", "numpy", "einops", "jaxtyping", "yaml")
+PRELOADED = (
+    *("torch.distributed.fsdp", "torch.distributed.checkpoint", "torch._dynamo"),
+    *("psutil", "numpy", "einops", "jaxtyping", "yaml"),
+)
 START_LIMIT_S = 90.0
 
 

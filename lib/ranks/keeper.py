@@ -27,8 +27,12 @@ import psutil
 
 PROCESSES = runpy.run_path(str(Path(__file__).with_name("processes.py")))
 RANK = str(Path(__file__).with_name("rank.py"))
-# torch._dynamo, because the first step of any optimizer imports it (1.4 s); the last four, because most modules do
-PRELOADED = ("torch", "torch.distributed.fsdp", "torch._dynamo", "numpy", "einops", "jaxtyping", "yaml", "pytest")
+# torch._dynamo, because the first step of any optimizer imports it (1.4 s); checkpoints, because chapter 12 and every
+# run do (0.1 s); the others, because most modules do
+PRELOADED = (
+    *("torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch._dynamo"),
+    *("numpy", "einops", "jaxtyping", "yaml", "pytest"),
+)
 
 
 class Keeper:

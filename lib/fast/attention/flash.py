@@ -26,7 +26,17 @@ from lib.fast.attention.flash_stored import StoredBackward, has_collectives
 from lib.fast.attention.flash_wide import WideBackward, stores_wide
 from lib.fast.attention.room import add_parts, part_like
 from lib.fast.gluon import has_roles
-from lib.fast.launch import Address, Box, Launch, Sizes, can_be_read, grid_by_rows, is_watched, n_programs
+from lib.fast.launch import (
+    Address,
+    Box,
+    Launch,
+    Sizes,
+    can_be_read,
+    constant_when_compiled,
+    grid_by_rows,
+    is_watched,
+    n_programs,
+)
 from lib.fast.parts.sums import add_rows
 from lib.fast.variants import PLAIN, Documents, Variant, check_variant
 from lib.given.kernels.once import NO_SECOND_DERIVATIVE
@@ -167,7 +177,7 @@ def tiles_for(
     return NARROW if has_room else forward, dq, dkdv
 
 
-@torch.compiler.assume_constant_result
+@constant_when_compiled
 def _most_bytes_stored(device: torch.device) -> int:
     """The most bytes that `StoredBackward` may take for dS:
     an eighth of a device that it runs on and has for itself, else 0.
@@ -178,7 +188,7 @@ def _most_bytes_stored(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).total_memory // 8
 
 
-@torch.compiler.assume_constant_result
+@constant_when_compiled
 def _memory_bytes(device: torch.device) -> int:
     """Memory of a GPU; 0 where kernels are interpreted."""
     on_gpu = device.type == "cuda" and not INTERPRETED
@@ -940,7 +950,7 @@ _apply, _apply_joined, _apply_variant = (
 _capabilities: dict[torch.device, tuple[int, int]] = {}
 
 
-@torch.compiler.assume_constant_result
+@constant_when_compiled
 def _has_copy_engine(device: torch.device) -> bool:
     """Whether a GPU copies whole tiles by descriptors: compute capability 9.0 or more."""
     if device not in _capabilities:

@@ -27,7 +27,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from lib.fast.gluon import GLUON, PROVEN
-from lib.fast.launch import VERSION, Address, Launch, n_programs
+from lib.fast.launch import VERSION, Address, Launch, constant_when_compiled, n_programs
 from lib.fast.parts.gelu import _gelu_and_slope
 from lib.fast.parts.grouped import Cut, described, launches
 from lib.fast.parts.sums import add_rows
@@ -244,7 +244,7 @@ if GLUON:
 # ---- host ------------------------------------------------------------------------------------------------------------
 
 
-@torch.compiler.assume_constant_result
+@constant_when_compiled
 def _n_multiprocessors(device: torch.device) -> int:
     """Number of multiprocessors of a GPU for which these kernels were tried; 0 for any other device."""
     proven = (

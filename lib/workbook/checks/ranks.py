@@ -12,7 +12,7 @@ from lib.workbook.checks.alarm import paused
 from lib.workbook.grading.mistakes import MISTAKE
 
 if TYPE_CHECKING:
-    from lib.ranks.pool import Result
+    from lib.ranks.pools import Result
 
 SHOWN_LINES = 8  # of each rank's output
 DIAGNOSED_RUN_S = 6.0  # the limit of one run of ranks during a diagnosis

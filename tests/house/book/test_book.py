@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 
-import jupytext
 import pytest
 
 from lib.workbook import grading
@@ -281,6 +280,8 @@ def test_no_test_reads_a_clock(chapter):
 
 @pytest.mark.parametrize("path", sorted((ROOT / "chapters").glob("*.md")), ids=lambda p: p.name)
 def test_no_box_swallows_a_cell(path):
+    import jupytext  # what it imports takes as long as PyTorch
+
     cells = jupytext.read(path).cells
     swallowed = [c.source[:80] for c in cells if c.cell_type == "markdown" and "{code-cell}" in c.source]
     assert swallowed == [], "a fence before the cell is not closed"

@@ -14,7 +14,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import jupytext
 import pytest
 import yaml
 from PIL import Image
@@ -122,6 +121,8 @@ def test_a_page_has_the_title_that_the_list_gives_it(page):
 @pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page["file"])
 def test_a_page_is_in_jupytexts_canonical_form(page):
     text = (ROOT / page["file"]).read_text(encoding="utf-8")
+    import jupytext  # what it imports takes as long as PyTorch
+
     notebook = jupytext.reads(text, fmt="md:myst")
     configuration = jupytext.config.load_jupytext_config(str(ROOT / page["file"]))
     again = jupytext.writes(notebook, fmt="md:myst", config=configuration)

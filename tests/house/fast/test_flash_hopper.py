@@ -115,6 +115,14 @@ def test_short_sequences_have_tiles_of_their_own(length, width, causal, expected
     assert tiles_for(q, q, causal) == expected
 
 
+def test_a_constant_is_marked_as_pytorch_marks_it():
+    def marked(mark):
+        return vars(mark(lambda: 0))
+
+    assert marked(launch.constant_when_compiled) == marked(torch.compiler.assume_constant_result)
+    assert marked(launch.constant_when_compiled)
+
+
 def test_the_quickest_kernels_are_ours_where_they_were_measured(monkeypatch):
     monkeypatch.setattr(flash_fast, "fits_fast", lambda *given: True)
 

@@ -2,26 +2,22 @@
 and ranks that fail while others wait for tensors whose shape they know.
 """
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from lib.given.parallel.mail import Mail, Message
-from lib.ranks import Pool
+from lib.ranks import Pool, pool
 from solutions.pipeline import PipelineStage, one_f_one_b_schedule, run_schedule
 
 SIZES = (3, 3, 5, 3, 5, 3)
 """Rows of each micro-batch."""
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Pool]:
-    pool = Pool("gloo", 3)
-    yield pool
-    pool.close()
+@pytest.fixture
+def ranks() -> Pool:
+    return pool("gloo")
 
 
 class Watched(Mail):

@@ -2,6 +2,7 @@
 and neither where Triton is not installed (macOS).
 """
 
+import inspect
 import os
 import re
 import subprocess
@@ -10,7 +11,9 @@ import sys
 import pytest
 import torch
 
+from lib.flash_attention import FlashAttentionTriton
 from lib.given.kernels.grouped import check_groups
+from lib.given.kernels.mode import INTERPRETED
 from lib.workbook.book.catalog import ROOT
 
 HIDE = """
@@ -93,6 +96,14 @@ def test_triton_that_was_imported_too_early_is_told():
         CUDA_VISIBLE_DEVICES="",
     )
     assert "put `import lib` first" in done
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="of Triton's interpreter")
+def test_no_call_searches_tritons_language_again(monkeypatch):
+    monkeypatch.setattr(inspect, "getmembers", None)
+    q, k, v = torch.randn(3, 1, 20, 16)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    torch.testing.assert_close(FlashAttentionTriton.apply(q, k, v, False), expected)
 
 
 @pytest.mark.parametrize("counts", [[1, 1], [4, -1], [2, 2, 0]])

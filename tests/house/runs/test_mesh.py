@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lib.given.models.scaling import Bandwidths, FFNConfig, Layout
-from lib.ranks import Pool
+from lib.ranks import Pool, pool
 from lib.runs.engine.arguments import make_parser
 from lib.runs.engine.log import read_log
 from lib.runs.engine.mesh import arrange
@@ -89,8 +89,13 @@ def largest_error(folder: Path, i: int, n_ranks: int, wanted: dict[str, torch.Te
     return error
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def ranks():
+    return pool("gloo")
+
+
+@pytest.fixture(scope="module")
+def eight():
     with_eight = Pool("gloo", 8)
     yield with_eight
     with_eight.close()
@@ -143,8 +148,8 @@ OF_EIGHT = [
 @pytest.mark.exhaustive
 @pytest.mark.time_limit(1000)
 @pytest.mark.parametrize(("program", "engine", "n_trained"), OF_EIGHT)
-def test_every_product_of_eight_trains_as_one_process_does_or_is_refused(ranks, tmp_path, program, engine, n_trained):
-    assert check_every_product(ranks, tmp_path, program, engine, 8, n_steps=1) == n_trained
+def test_every_product_of_eight_trains_as_one_process_does_or_is_refused(eight, tmp_path, program, engine, n_trained):
+    assert check_every_product(eight, tmp_path, program, engine, 8, n_steps=1) == n_trained
 
 
 MESHES = [
