@@ -36,29 +36,33 @@ class Trials:
         self.seen: dict[tuple[str, str], Outcome] = {}
 
     def of_answer(self, check: pytest.Function) -> Outcome:
-        return self._once("", check)
+        return self._once("", check, contextlib.nullcontext)
 
     def of_mistake(self, mistake: Mistake, check: pytest.Function) -> Outcome:
-        with standing_in(mistake):
-            return self._once(mistake.key, check)
+        return self._once(mistake.key, check, lambda: standing_in(mistake))
 
     def know(self, check: pytest.Function, outcome: Outcome, key: str = "") -> None:
         """Store an outcome that is already known."""
         self.seen[key, check.nodeid] = outcome
 
-    def hurry(self, sentence: str) -> None:
-        """Unless it is empty, a sentence is certain enough to be said, if no check speaks against it soon."""
-        self.certain = sentence
-        if sentence:
+    def hurry(self, sentence: str, after: int = 0) -> None:
+        """Unless it is empty, a sentence is certain enough to be said, if no check speaks against it soon.
+
+        Not before the answer was run ``after`` times.
+        """
+        self.certain = sentence if self.n_of_answer >= after else ""
+        if self.certain:
             self.deadline = min(self.deadline, self.started + CONFIRMED_S)
 
-    def _once(self, key: str, check: pytest.Function) -> Outcome:
+    def _once(
+        self, key: str, check: pytest.Function, in_place: Callable[[], contextlib.AbstractContextManager[None]]
+    ) -> Outcome:
         if (key, check.nodeid) not in self.seen:
             begun = time.monotonic()
             left = self.deadline - begun
             if left <= (self.longest_s if self.certain else 0):  # an alarm rings late in a long call of C
                 raise TimeLimit("no time is left for a diagnosis")
-            with silence(), alarm(min(left, RUN_S)):
+            with in_place(), silence(), alarm(min(left, RUN_S)):
                 outcome = self.run(check)
             self.longest_s = max(self.longest_s, time.monotonic() - begun)
             self.n_of_answer += not key
@@ -105,8 +109,7 @@ def diagnose(
             return recorded, ""
         recorded = recorded if first.is_telling else ""
         trials.hurry(recorded)
-        is_enough = lambda: first.is_telling or trials.n_of_answer >= HURRIED_BY
-        hurry = lambda sentence: trials.hurry((sentence if is_enough() else "") or recorded)
+        hurry = lambda sentence: trials.hurry(sentence or recorded, after=0 if first.is_telling else HURRIED_BY)
         said = looks_like(failing, first, others, rivals, trials.of_answer, trials.of_mistake, confirmed_by, hurry)
     except TimeLimit:
         return trials.certain, "the time is over"

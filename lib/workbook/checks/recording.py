@@ -43,15 +43,20 @@ class Recorder:
         """How a mistake ends a test: that it varies, if the test ends otherwise when it runs again.
 
         On ranks, chance decides which of them fails first, so the test is run more often, and may end in several ways.
+        What is recorded as varying may do so from process to process only, and stays so.
         """
         if (wrong.key, test.name) not in self.drawn:
-            drawn = [self.ending(wrong, test)]
-            if drawn != [firsts.NOT_COMPARED]:
-                again = AGAIN_ON_RANKS if "ranks" in test.fixturenames else 1
-                drawn += [_ending(diagnosis.Trials(self.run).of_mistake(wrong, test), test) for _ in range(again)]
-                drawn = [firsts.either(drawn, most=again)]
-            self.drawn[wrong.key, test.name] = drawn[0]
+            self.drawn[wrong.key, test.name] = self._sketch(wrong, test)
         return self.drawn[wrong.key, test.name]
+
+    def _sketch(self, wrong: Mistake, test: pytest.Function) -> str:
+        if firsts.first_failures([wrong]).get(wrong.key) == (test.name, firsts.VARIES):
+            return firsts.VARIES
+        if (once := self.ending(wrong, test)) == firsts.NOT_COMPARED:
+            return once
+        again = AGAIN_ON_RANKS if "ranks" in test.fixturenames else 1
+        runs = [diagnosis.Trials(self.run).of_mistake(wrong, test) for _ in range(again)]
+        return firsts.either([once, *(_ending(one, test) for one in runs)], most=again)
 
     def ending(self, wrong: Mistake, test: pytest.Function) -> str:
         """How a mistake ends a test once."""
@@ -94,7 +99,7 @@ def _unlike(wrong: Mistake, rivals: list[Mistake], ends: Callable[[Mistake], str
     one = ends(wrong)
     if one != firsts.PASSED and (firsts.EXACTLY not in one or firsts.EITHER in one):
         return []
-    return [m for m in rivals if ends(m) != firsts.NOT_COMPARED and not firsts.are_like(ends(m), one)]
+    return [m for m in rivals if ends(m) != firsts.NOT_COMPARED and not firsts.may_be(ends(m), one)]
 
 
 def _ending(outcome: Outcome, test: pytest.Function) -> str:
