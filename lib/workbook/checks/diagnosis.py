@@ -11,7 +11,7 @@ import pytest
 from lib.workbook.checks.alarm import TimeLimit, alarm
 from lib.workbook.grading import firsts
 from lib.workbook.grading.cases import BOARD
-from lib.workbook.grading.likeness import CONFIRMED_BY, HURRIED_BY, Outcome, looks_like
+from lib.workbook.grading.likeness import CONFIRMED_BY, FEW, Outcome, looks_like
 from lib.workbook.grading.mistakes import Mistake, standing_in
 
 DIAGNOSIS_S = 4.0  # for all known mistakes together
@@ -102,14 +102,15 @@ def diagnose(
     for key, check in itertools.product(["", *firsts.first_failures(rivals)], checks):
         if check.name in passed:  # by the rivals too, or they would be ruled out
             trials.know(check, Outcome(None), key)
-    confirmed_by = 0 if with_ranks else min(CONFIRMED_BY, sum("ranks" not in c.fixturenames for c in others))
     try:
         rivals, recorded = firsts.settle(rivals, failing.name, first, others, trials.of_answer)
         if with_ranks and recorded:
             return recorded, ""
         recorded = recorded if first.is_telling else ""
         trials.hurry(recorded)
-        hurry = lambda sentence: trials.hurry(sentence or recorded, after=0 if first.is_telling else HURRIED_BY)
+        hurry = lambda sentence: trials.hurry(sentence or recorded, after=0 if first.is_telling else FEW)
+        enough = FEW + sum(check.name in passed for check in others) if recorded else CONFIRMED_BY
+        confirmed_by = 0 if with_ranks else min(enough, sum("ranks" not in check.fixturenames for check in others))
         said = looks_like(failing, first, others, rivals, trials.of_answer, trials.of_mistake, confirmed_by, hurry)
     except TimeLimit:
         return trials.certain, "the time is over"

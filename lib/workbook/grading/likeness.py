@@ -24,7 +24,7 @@ C = TypeVar("C")  # a check, of which only the identity matters here
 M = TypeVar("M", bound="Named")
 FOLDERS = re.compile(r"(?<![\w.])/\S+/")  # of a file in a message: a check that runs again has a new one
 CONFIRMED_BY = 12  # once a single sentence remains, this many other checks are enough to confirm it
-HURRIED_BY = 3  # and this many runs of the answer if time is short and it does not show its own wrong numbers
+FEW = 4  # and this many runs of the answer if the record speaks for the sentence, too, or if time is short
 
 
 @dataclass(frozen=True)
