@@ -17,7 +17,7 @@ from lib.workbook.checks.diagnosis import Trials, diagnose
 from lib.workbook.grading import Wrong, expect_close, expect_equal, expect_raises, expect_true, firsts, graded
 from lib.workbook.grading.answers import further_apart, same_answer
 from lib.workbook.grading.firsts import NOT_COMPARED, PASSED, VARIES, are_like, either, sketch
-from lib.workbook.grading.likeness import Outcome, looks_like
+from lib.workbook.grading.likeness import FEW, Outcome, looks_like
 from lib.workbook.grading.mistakes import Mistake
 
 
@@ -302,6 +302,24 @@ def test_a_mistake_that_the_record_knows_is_named_when_its_run_takes_too_long(mo
     found = SimpleNamespace(name="test_1", nodeid="x", fixturenames=(), get_closest_marker=lambda name: None)
     check = cast(pytest.Function, found)
     assert diagnose(check, seen, [check], set(), known, run)[0] == ("a" if is_telling else "")
+
+
+@pytest.mark.parametrize("is_telling", [True, False])
+def test_fewer_runs_confirm_what_the_record_says_too(monkeypatch, is_telling):
+    known = [Mistake("rope", "f", "a", "tests.chapter_02.mistakes:f:a", lambda: {})]
+    seen = failed(torch.ones(3)) if is_telling else Outcome(ValueError("one"), "n=3")
+    monkeypatch.setattr(firsts, "recorded", lambda module: {"f": {"1": {"a": sketch(seen)}}})
+    runs: list[str] = []
+
+    def run(check: pytest.Function) -> Outcome:
+        runs.append(check.name)
+        return seen if check.name == "1" else Outcome(None)
+
+    make = lambda name: SimpleNamespace(name=name, nodeid=name, fixturenames=(), get_closest_marker=lambda name: None)
+    checks = [cast(pytest.Function, make(str(n))) for n in range(20)]
+    assert diagnose(checks[1], seen, checks, {"0"}, known, run)[0] == "a"
+    last = 1 + (FEW if is_telling else 11)
+    assert runs == ["1", *(str(n) for n in range(2, last + 1) for _ in range(2))]
 
 
 def test_a_sentence_is_certain_once_one_mistake_alone_agrees():
