@@ -50,7 +50,7 @@ class Recorder:
         return self.drawn[wrong.key, test.name]
 
     def _sketch(self, wrong: Mistake, test: pytest.Function) -> str:
-        if firsts.first_failures([wrong]).get(wrong.key) == (test.name, firsts.VARIES):
+        if _varies(wrong, test):
             return firsts.VARIES
         if (once := self.ending(wrong, test)) == firsts.NOT_COMPARED:
             return once
@@ -77,6 +77,8 @@ class Recorder:
     def _may_fail_alike(self, wrong: Mistake, test: pytest.Function, first: str) -> bool:
         if not self.gets_as_far(wrong, test) or self.trials.of_mistake(wrong, test).passed:
             return False
+        if not (_varies(wrong, test) or firsts.are_like(first, self.ending(wrong, test))):
+            return False  # without more runs
         return any(firsts.may_be(self.sketch(wrong, test), way) for way in first.split(firsts.EITHER))
 
     def _apart(
@@ -92,6 +94,10 @@ class Recorder:
                 if found := _unlike(wrong, rivals, lambda m, c=check: self.sketch(m, c)):
                     return check, found
         return None
+
+
+def _varies(wrong: Mistake, test: pytest.Function) -> bool:
+    return firsts.first_failures([wrong]).get(wrong.key) == (test.name, firsts.VARIES)
 
 
 def _unlike(wrong: Mistake, rivals: list[Mistake], ends: Callable[[Mistake], str]) -> list[Mistake]:

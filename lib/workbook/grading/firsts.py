@@ -247,14 +247,15 @@ def settle(
 def write(found: list[tuple[str, str, str, str, str]]) -> list[Path]:
     """Put how mistakes end checks (module, exercise, mistake, check, sketch) into the records of their chapters.
 
-    Mistakes that are gone are removed from these exercises, and the old lines of those that are found.
+    Mistakes that are gone are removed from these exercises, and old lines of those that have a new first failure.
     """
     from lib.workbook.book.stubs import write_atomically
 
     records: dict[str, dict[str, Any]] = {}
     for module, exercise in dict.fromkeys((module, exercise) for module, exercise, *_ in found):
         new = [(check, wrong, drawn) for m, e, wrong, check, drawn in found if (m, e) == (module, exercise)]
-        kept = {short(wrong) for wrong in mistakes_of(module, exercise)} - {wrong for _, wrong, _ in new}
+        renewed = {wrong for check, wrong, _ in new if not check.startswith(SECOND)}
+        kept = {short(wrong) for wrong in mistakes_of(module, exercise)} - renewed
         old = recorded(module).get(exercise, {}).items()
         by_check: dict[str, dict[str, str]] = {}
         for check, wrong, drawn in [(c, w, drawn) for c, lines in old for w, drawn in lines.items() if w in kept] + new:
