@@ -9,6 +9,7 @@ the guard kills the runner and every process that the runner started, and then e
 
 import contextlib
 import faulthandler
+import gc
 import os
 import re
 import select
@@ -246,6 +247,7 @@ def _runner(child: Child, pipe: Connection, work: Work) -> None:
         signal.signal(number, signal.SIG_DFL)
     end_with_parent()
     child.pipe.close()
+    gc.freeze()  # or a collection would copy all pages that the judge's objects lie on
     boundary.become_child(child.world)
     resolve.enter(child.world)
     resolve.on_import = BOARD.importing

@@ -11,7 +11,7 @@ import pytest
 from lib.workbook.checks.alarm import TimeLimit, alarm
 from lib.workbook.grading import firsts
 from lib.workbook.grading.cases import BOARD
-from lib.workbook.grading.likeness import CONFIRMED_BY, Outcome, looks_like
+from lib.workbook.grading.likeness import CONFIRMED_BY, FEW, Outcome, looks_like
 from lib.workbook.grading.mistakes import Mistake, standing_in
 
 DIAGNOSIS_S = 4.0  # for all known mistakes together
@@ -31,33 +31,41 @@ class Trials:
 
     def __init__(self, run: Callable[[pytest.Function], Outcome], limit_s: float = float("inf")):
         self.run, self.started = run, time.monotonic()
-        self.deadline, self.certain = self.started + limit_s, ""
+        self.deadline, self.certain, self.longest_s = self.started + limit_s, "", 0.0
+        self.n_of_answer = 0  # runs
         self.seen: dict[tuple[str, str], Outcome] = {}
 
     def of_answer(self, check: pytest.Function) -> Outcome:
-        return self._once("", check)
+        return self._once("", check, contextlib.nullcontext)
 
     def of_mistake(self, mistake: Mistake, check: pytest.Function) -> Outcome:
-        with standing_in(mistake):
-            return self._once(mistake.key, check)
+        return self._once(mistake.key, check, lambda: standing_in(mistake))
 
     def know(self, check: pytest.Function, outcome: Outcome, key: str = "") -> None:
         """Store an outcome that is already known."""
         self.seen[key, check.nodeid] = outcome
 
-    def hurry(self, sentence: str) -> None:
-        """Unless it is empty, a sentence is certain enough to be said, if no check speaks against it soon."""
-        self.certain = sentence
-        if sentence:
+    def hurry(self, sentence: str, after: int = 0) -> None:
+        """Unless it is empty, a sentence is certain enough to be said, if no check speaks against it soon.
+
+        Not before the answer was run ``after`` times.
+        """
+        self.certain = sentence if self.n_of_answer >= after else ""
+        if self.certain:
             self.deadline = min(self.deadline, self.started + CONFIRMED_S)
 
-    def _once(self, key: str, check: pytest.Function) -> Outcome:
+    def _once(
+        self, key: str, check: pytest.Function, in_place: Callable[[], contextlib.AbstractContextManager[None]]
+    ) -> Outcome:
         if (key, check.nodeid) not in self.seen:
-            left = self.deadline - time.monotonic()
-            if left <= 0:
+            begun = time.monotonic()
+            left = self.deadline - begun
+            if left <= (self.longest_s if self.certain else 0):  # an alarm rings late in a long call of C
                 raise TimeLimit("no time is left for a diagnosis")
-            with silence(), alarm(min(left, RUN_S)):
+            with in_place(), silence(), alarm(min(left, RUN_S)):
                 outcome = self.run(check)
+            self.longest_s = max(self.longest_s, time.monotonic() - begun)
+            self.n_of_answer += not key
             if isinstance(outcome.error, TimeLimit) and time.monotonic() >= self.deadline:
                 raise outcome.error  # pytest has caught it, but it says nothing about the check
             self.seen[key, check.nodeid] = outcome
@@ -71,6 +79,7 @@ def diagnose(
     passed: set[str],
     known: list[Mistake],
     run: Callable[[pytest.Function], Outcome],
+    took_s: float = 0.0,
 ) -> tuple[str, str]:
     """The sentence of the known mistake that an answer makes, within seconds; without one, the reason.
 
@@ -81,26 +90,28 @@ def diagnose(
         passed: Names of the checks that the answer passed before.
         known: The exercise's mistakes.
         run: Runs a check once more.
+        took_s: Seconds that the failing check took.
     """
     with_ranks = "ranks" in failing.fixturenames
     takes_long = with_ranks or failing.get_closest_marker("time_limit")
     trials = Trials(run, LONG_DIAGNOSIS_S if takes_long else DIAGNOSIS_S)
     later = {check.name for check in checks[checks.index(failing) + 1 :]}
-    rivals = firsts.candidates(known, failing.name, first, passed | later)
-    recorded = firsts.only(rivals, failing.name, first) if with_ranks or first.is_telling else ""
-    if with_ranks and recorded:
-        return recorded, ""
-    trials.hurry(recorded)
+    trials.longest_s = took_s
     trials.know(failing, first)
+    rivals, others = firsts.candidates(known, failing.name, first, passed | later), comparable(checks, failing)
     for key, check in itertools.product(["", *firsts.first_failures(rivals)], checks):
         if check.name in passed:  # by the rivals too, or they would be ruled out
             trials.know(check, Outcome(None), key)
-    others = comparable(checks, failing)
-    confirmed_by = 0 if with_ranks else min(CONFIRMED_BY, sum("ranks" not in c.fixturenames for c in others))
-    run_answer, run_mistake = trials.of_answer, trials.of_mistake
-    hurry = lambda sentence: trials.hurry(sentence or recorded)
     try:
-        said = looks_like(failing, first, others, rivals, run_answer, run_mistake, confirmed_by, hurry)
+        rivals, recorded = firsts.settle(rivals, failing.name, first, others, trials.of_answer)
+        if with_ranks and recorded:
+            return recorded, ""
+        recorded = recorded if first.is_telling else ""
+        trials.hurry(recorded)
+        hurry = lambda sentence: trials.hurry(sentence or recorded, after=0 if first.is_telling else FEW)
+        enough = FEW + sum(check.name in passed for check in others) if recorded else CONFIRMED_BY
+        confirmed_by = 0 if with_ranks else min(enough, sum("ranks" not in check.fixturenames for check in others))
+        said = looks_like(failing, first, others, rivals, trials.of_answer, trials.of_mistake, confirmed_by, hurry)
     except TimeLimit:
         return trials.certain, "the time is over"
     return said, f"none or several of {len(rivals)} mistakes agree with it"

@@ -12,20 +12,20 @@ from _pytest.runner import CallInfo
 
 from lib.workbook.book.catalog import ROOT, Exercise
 from lib.workbook.checks import diagnosis
+from lib.workbook.checks.recording import Recorder
 from lib.workbook.grading import firsts
 from lib.workbook.grading.likeness import Outcome, looks_like
 from lib.workbook.grading.mistakes import Mistake, mistakes_of
 
-AGAIN_ON_RANKS = 4  # times
-FIRST, OLD = "first failure", "old record"  # properties of reports
+ROW, OLD = "row of a record", "old record"  # properties of reports
 
 
 class MistakeItem(pytest.Item):
     """One wrong answer, as a test of its own."""
 
-    def __init__(self, *, mistake: Mistake, tests: list[pytest.Function], trials: diagnosis.Trials, **kwargs: Any):
+    def __init__(self, *, mistake: Mistake, tests: list[pytest.Function], recorder: Recorder, **kwargs: Any):
         super().__init__(**kwargs)
-        self.mistake, self.tests, self.trials = mistake, tests, trials
+        self.mistake, self.tests, self.recorder, self.trials = mistake, tests, recorder, recorder.trials
 
     def runtest(self) -> None:
         for test in self.tests:
@@ -35,53 +35,48 @@ class MistakeItem(pytest.Item):
             if not outcome.passed:
                 self.add_report_section("call", "caught", f"{test.name}: {outcome.error!r}"[:2000])
                 if self.config.option.record:
-                    self._record(test, outcome)
+                    self._record(test)
                 else:
                     self._is_named(test, outcome)
                 return
         raise AssertionError(f"no test catches the mistake of {self.mistake.name}: {self.mistake.sentence}")
 
-    def _record(self, test: pytest.Function, outcome: Outcome) -> None:
-        """Note how the mistake fails first, for the record; that it varies, if the same check ends otherwise again.
-
-        On ranks, chance decides which of them fails first, so the check is run more often, and may end in several ways.
-        """
-        drawn, wrong = self._sketch(test, outcome), self.mistake
-        if drawn != firsts.NOT_COMPARED:
-            again = AGAIN_ON_RANKS if "ranks" in test.fixturenames else 1
-            runs = [diagnosis.Trials(self.trials.run).of_mistake(wrong, test) for _ in range(again)]
-            drawn = firsts.either([drawn, *(self._sketch(test, one) for one in runs)], most=again)
-        self.user_properties.append((FIRST, (wrong.module, wrong.name, firsts.short(wrong), test.name, drawn)))
-
-    def _sketch(self, test: pytest.Function, outcome: Outcome) -> str:
-        if not diagnosis.is_diagnosable(outcome) or test.get_closest_marker("memory_limit"):
-            return firsts.NOT_COMPARED
-        return firsts.sketch(outcome)
+    def _record(self, test: pytest.Function) -> None:
+        """Note for the record how the mistake fails first, and how it and its rivals end a second check."""
+        wrong, rows = self.mistake, self.recorder.rows(self.mistake, test)
+        self.user_properties += [(ROW, (wrong.module, wrong.name, *row)) for row in rows]
 
     def _is_old(self, test: pytest.Function, outcome: Outcome) -> bool:
         """Whether the record says otherwise how the mistake fails first; the end of the run says so, too."""
         if (known := firsts.first_failures([self.mistake]).get(self.mistake.key)) is None:
             return False
         check, drawn = known
-        is_old = check != test.name or not firsts.are_like(drawn, firsts.sketch(outcome))
+        is_old = check != test.name or not firsts.are_like(drawn, firsts.sketch(outcome)) or self._ends_otherwise()
         if is_old:
             path = firsts.record_path(self.mistake.module).relative_to(ROOT)
             self.user_properties.append((OLD, (str(path), self.mistake.label)))
         return is_old
 
+    def _ends_otherwise(self) -> bool:
+        """Whether the mistake ends a second check otherwise than is recorded."""
+        named = {test.name: test for test in self.tests}
+        return any(
+            name not in named or not firsts.are_like(drawn, self.recorder.ending(self.mistake, named[name]))
+            for name, drawn in firsts.endings([self.mistake])[self.mistake.key].items()
+        )
+
     def _is_named(self, test: pytest.Function, outcome: Outcome) -> None:
         """Raises AssertionError unless the diagnosis is the mistake's own sentence."""
         if not diagnosis.is_diagnosable(outcome) or test.get_closest_marker("memory_limit"):
             return
-        others = diagnosis.comparable(self.tests, test)
-        known = mistakes_of(self.mistake.module, self.mistake.name)
+        others, said = diagnosis.comparable(self.tests, test), ""
+        known, try_answer = self.recorder.known, lambda check: self.trials.of_mistake(self.mistake, check)
         if not self._is_old(test, outcome):
             ruled_out = {other.name for other in self.tests if other is not test}
             known = firsts.candidates(known, test.name, outcome, ruled_out)
-        said = firsts.only(known, test.name, outcome) if "ranks" in test.fixturenames else ""
-        if not said:
-            known = [m for m in known if self._gets_as_far(m, test, others)]
-            try_answer = lambda check: self.trials.of_mistake(self.mistake, check)
+            known, said = firsts.settle(known, test.name, outcome, others, try_answer)
+        if not said or "ranks" not in test.fixturenames:
+            known = [m for m in known if self.recorder.gets_as_far(m, test)]
             said = looks_like(test, outcome, others, known, try_answer, self.trials.of_mistake, confirmed_by=0)
         if said != self.mistake.sentence:
             alike = [m.sentence for m in known if self.trials.of_mistake(m, test).is_like(outcome)]
@@ -91,14 +86,6 @@ class MistakeItem(pytest.Item):
                 f"  case      {outcome.case}\n  failure   {outcome.error!r}"[:1500]
                 + f"\n  alike     {alike}"
             )
-
-    def _gets_as_far(self, other: Mistake, failing: pytest.Function, others: list[pytest.Function]) -> bool:
-        """Whether another mistake passes what this one passed before it failed; if not, the diagnosis would drop it.
-
-        Its own item runs these checks, too, so that asking here costs nothing, and it need not run ``failing``.
-        """
-        earlier = [check for check in self.tests[: self.tests.index(failing)] if check in others]
-        return all(self.trials.of_mistake(other, check).passed for check in earlier)
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: object = None) -> str:
         return str(excinfo.value)
@@ -117,11 +104,12 @@ def items(
     """One item for each mistake of the exercises whose tests were collected; it tries them in a learner's order."""
     made = []
     for exercise, tests in tests_by_exercise.items():
-        trials, tests = diagnosis.Trials(run), [test for test in tests if not test.get_closest_marker("skip")]
-        for nth, wrong in enumerate(mistakes_of(exercise.module, exercise.name) if tests else [], start=1):
+        tests = [test for test in tests if not test.get_closest_marker("skip")]
+        recorder = Recorder(tests, mistakes_of(exercise.module, exercise.name) if tests else [], run)
+        for nth, wrong in enumerate(recorder.known, start=1):
             name = f"{exercise.name}[{nth}-{wrong.label}]"  # its code is made when it is tried
             home = tests[0].parent or tests[0].session
-            made.append(MistakeItem.from_parent(home, name=name, mistake=wrong, tests=tests, trials=trials))
+            made.append(MistakeItem.from_parent(home, name=name, mistake=wrong, tests=tests, recorder=recorder))
     return made
 
 
@@ -139,8 +127,8 @@ def scheduler(config: pytest.Config, log: object) -> object:
 
 
 def record(reports: list[pytest.TestReport]) -> list[Path]:
-    """Write the record of first failures from the reports of all processes, and return its files."""
-    return firsts.write([value for one in reports for key, value in one.user_properties if key == FIRST])
+    """Write the records from the reports of all processes, and return its files."""
+    return firsts.write([value for one in reports for key, value in one.user_properties if key == ROW])
 
 
 def told(reports: list[pytest.TestReport]) -> list[str]:

@@ -20,7 +20,7 @@ from lib.workbook.checks import diagnosis, report
 from lib.workbook.checks.alarm import alarm
 from lib.workbook.checks.child import peak_mb
 from lib.workbook.checks.report import CheckReport, RaisedInAnswer
-from lib.workbook.checks.state import Shared
+from lib.workbook.checks.state import Shared, seed_generators
 from lib.workbook.checks.summary import Marks
 from lib.workbook.grading.cases import BOARD, case
 from lib.workbook.grading.likeness import Outcome
@@ -90,7 +90,7 @@ class Runner:
         to_data = self.config.hook.pytest_report_to_serializable
         yield [to_data(config=self.config, report=one) for one in reports]
         if last.failed and told.state == "wrong" and not limit and not changed and self._is_first(exercise):
-            said, why = self._diagnosis(item, exercise)
+            said, why = self._diagnosis(item, exercise, sum(one.duration for one in reports))
             if said or self.option.live is not None:
                 told.rows.append(("looks like", said) if said else ("not named", why))
                 told.put_on(last)
@@ -102,7 +102,7 @@ class Runner:
         self.marks.note_failure(exercise.module, exercise.name)
         return seen == 0
 
-    def _diagnosis(self, item: pytest.Function, exercise: Exercise) -> tuple[str, str]:
+    def _diagnosis(self, item: pytest.Function, exercise: Exercise, took_s: float) -> tuple[str, str]:
         """The sentence of the mistake that the answer makes; without one, the reason."""
         outcome = item.stash.get(OUTCOME, None)
         if outcome is None or not diagnosis.is_diagnosable(outcome):
@@ -112,7 +112,7 @@ class Runner:
         ]
         known = mistakes_of(exercise.module, exercise.name)
         try:
-            return diagnosis.diagnose(item, outcome, checks, self.passed, known, self.outcome_of)
+            return diagnosis.diagnose(item, outcome, checks, self.passed, known, self.outcome_of, took_s)
         finally:
             boundary.forget_reference(exercise.module)
 
@@ -180,6 +180,8 @@ class Runner:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
         exercise = item.stash.get(EXERCISE, None)
+        if exercise is not None:
+            seed_generators()
         if exercise is not None and not self.is_quiet:
             item.user_properties += [
                 ("exercise", f"{exercise.number} {exercise.name}"),

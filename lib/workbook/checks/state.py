@@ -6,11 +6,14 @@ They are read before a check; what the check left changed is restored and report
 import contextlib
 import functools
 import os
+import random
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
+
+SEED = 41  # of the global generators
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,17 @@ def _set_device(name: str) -> None:
 
 def _autocast(torch: ModuleType) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
     return lambda: torch.is_autocast_enabled("cpu"), lambda on: torch.set_autocast_enabled("cpu", on)
+
+
+def seed_generators() -> None:
+    """Every check starts with the same state of the global generators, so that an answer that draws from them fails
+    the same way each time.
+    """
+    random.seed(SEED)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(SEED)
+    if torch := sys.modules.get("torch"):
+        torch.default_generator.manual_seed(SEED)
 
 
 class Shared:

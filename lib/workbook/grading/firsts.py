@@ -2,7 +2,9 @@
 
 An answer that fails a check first, after it passed those before, can only make a mistake whose first failure is that
 check. The record says which these are, and sketches their failures, so that most of them are set aside unseen.
-The others are run, and compared exactly; so the record may be coarse, and old or missing entries cost time only.
+Where several mistakes fail alike, the record also says how each ends a second check, on which they differ: one run of
+the answer then decides. The mistakes that are left are run, and compared exactly; so the record may be coarse, and old
+or missing entries cost time only.
 On ranks, where a run takes long, a mistake is named without one if its sketch alone is the same in every digit.
 ``pytest --mistakes`` says which lines are old.
 """
@@ -11,9 +13,9 @@ import functools
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from lib.workbook.book.catalog import chapters
 from lib.workbook.grading.answers import is_array
@@ -30,9 +32,18 @@ NOT_COMPARED = "-"
 """In place of a sketch: no diagnosis compares the failure, such as a time limit."""
 VARIES = "?"
 """In place of a sketch: the failure is not the same each time, so it may look like any other of its check."""
+PASSED = "passed"
+SECOND = "+ "  # before the name of a second check
 EITHER = " | "
 EXACTLY = ":"  # between the digest of a failure's text without what may change, and the digest of all of it
 TURNS = (0.7, 1.9)  # radians by which the weight of a number turns from one to the next, in each of the two sums
+
+
+class Check(Protocol):
+    name: str
+
+
+C = TypeVar("C", bound=Check)
 
 
 def sketch(outcome: Outcome) -> str:
@@ -56,6 +67,11 @@ def sketch(outcome: Outcome) -> str:
     if numbers and not near:
         near = repr(error.rows)  # show the first wrong number with as many digits as it takes
     return " ".join([_digests(text, [*text, near]), *(f"{x:.5g}" for x in numbers)])
+
+
+def ending(outcome: Outcome) -> str:
+    """How a check ended: `PASSED`, or the failure's sketch."""
+    return PASSED if outcome.passed else sketch(outcome)
 
 
 def are_like(known: str, seen: str) -> bool:
@@ -90,6 +106,16 @@ def _are_the_same(one: str, other: str) -> bool:
     """Whether two sketches agree in every digit, save for the last ones of their numbers."""
     text, same = one.split()[0], other.split()[0]
     return EXACTLY in text and text == same and _are_like(one, other, EXACT)
+
+
+def may_be(drawn: str, seen: str) -> bool:
+    """Whether a record leaves it open that this is the failure: it agrees in every digit, or it may fail otherwise."""
+    return _is_recorded(drawn, seen) or (are_like(drawn, seen) and (EITHER in drawn or EXACTLY not in drawn))
+
+
+def _is_recorded(drawn: str, seen: str) -> bool:
+    """Whether one of the recorded ways to end a check is this one, in every digit."""
+    return any(way == seen == PASSED or _are_the_same(way, seen) for way in drawn.split(EITHER))
 
 
 def _digests(text: list[str], exact: list[str]) -> str:
@@ -135,7 +161,10 @@ def _sums(parts: list[Any]) -> list[float]:
 
 @functools.cache
 def recorded(module: str) -> dict[str, dict[str, dict[str, str]]]:
-    """The record of a chapter: by exercise and first failing check, the sketch of each mistake, by `short`."""
+    """The record of a chapter: by exercise and check, how each mistake ends it, by `short`.
+
+    It is the mistake's first failing check, or, with `SECOND` before its name, another one.
+    """
     path = record_path(module)
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
@@ -154,8 +183,18 @@ def first_failures(mistakes: Iterable[Mistake]) -> dict[str, tuple[str, str]]:
     found = {}
     for wrong in mistakes:
         for check, sketches in recorded(wrong.module).get(wrong.name, {}).items():
-            if short(wrong) in sketches:
+            if short(wrong) in sketches and not check.startswith(SECOND):
                 found[wrong.key] = check, sketches[short(wrong)]
+    return found
+
+
+def endings(mistakes: Iterable[Mistake]) -> dict[str, dict[str, str]]:
+    """By the key of each mistake: how it ends the second checks that are recorded for it, by their names."""
+    found: dict[str, dict[str, str]] = {wrong.key: {} for wrong in mistakes}
+    for wrong in mistakes:
+        for check, sketches in recorded(wrong.module).get(wrong.name, {}).items():
+            if check.startswith(SECOND) and short(wrong) in sketches:
+                found[wrong.key][check.removeprefix(SECOND)] = sketches[short(wrong)]
     return found
 
 
@@ -173,38 +212,53 @@ def candidates(mistakes: list[Mistake], failing: str, outcome: Outcome, ruled_ou
     return [m for m in may if m.key not in drawn or are_like(drawn[m.key], seen)]
 
 
-def only(candidates: list[Mistake], failing: str, outcome: Outcome) -> str:
-    """The sentence of the only candidates whose record is an answer's failure in every digit, so that none need be run.
+def settle(
+    rivals: list[Mistake], failing: str, outcome: Outcome, others: Iterable[C], run: Callable[[C], Outcome]
+) -> tuple[list[Mistake], str]:
+    """The rivals that the record leaves, and their sentence if it is the only one and a failure agrees in every digit.
 
-    Empty if there are several sentences, or if the record leaves open how another candidate fails this check.
+    Where several mistakes fail alike, the record says how each ends another check, and the answer is run on that one.
+    If the record says too little, or nothing in it is the same in every digit, all rivals are left, and no sentence.
+
+    Args:
+        rivals: The `candidates`.
+        failing: Name of the check that the answer failed first.
+        others: The other checks, each with a ``name``, those without ranks first.
+        run: Runs a check on the answer.
     """
-    firsts = first_failures(candidates)
-    records = [firsts.get(wrong.key, ("", "")) for wrong in candidates]
-    if not records or any(check != failing for check, _ in records):
-        return ""
-    seen, sentences = sketch(outcome), set()
-    for wrong, (_, drawn) in zip(candidates, records, strict=True):
-        if any(_are_the_same(way, seen) for way in drawn.split(EITHER)):
-            sentences.add(wrong.sentence)
-        elif EITHER in drawn or EXACTLY not in drawn:
-            return ""
-    return sentences.pop() if len(sentences) == 1 else ""
+    known = first_failures(rivals)
+    if not rivals or any(known.get(m.key, ("", ""))[0] != failing for m in rivals):
+        return rivals, ""
+    seen = sketch(outcome)
+    same = {m.key for m in rivals if _is_recorded(known[m.key][1], seen)}
+    left = [m for m in rivals if may_be(known[m.key][1], seen)]
+    ends = endings(rivals)
+    for check in others:
+        lines = {m.key: ends[m.key].get(check.name, VARIES) for m in left}
+        if len({m.sentence for m in left}) > 1 and len({*lines.values()}) > 1:
+            ended = ending(run(check))
+            left = [m for m in left if may_be(lines[m.key], ended)]
+    if not any(m.key in same for m in left):
+        return rivals, ""
+    sentences = {m.sentence for m in left}
+    return left, sentences.pop() if len(sentences) == 1 else ""
 
 
 def write(found: list[tuple[str, str, str, str, str]]) -> list[Path]:
-    """Put first failures (module, exercise, mistake, check, sketch) into the records of their chapters.
+    """Put how mistakes end checks (module, exercise, mistake, check, sketch) into the records of their chapters.
 
-    Mistakes that are gone are removed from these exercises.
+    Mistakes that are gone are removed from these exercises, and old lines of those that have a new first failure.
     """
     from lib.workbook.book.stubs import write_atomically
 
     records: dict[str, dict[str, Any]] = {}
     for module, exercise in dict.fromkeys((module, exercise) for module, exercise, *_ in found):
-        known = mistakes_of(module, exercise)
-        firsts = {short(m): first for m in known for key, first in first_failures(known).items() if key == m.key}
-        firsts |= {wrong: first for m, e, wrong, *first in found if (m, e) == (module, exercise)}
+        new = [(check, wrong, drawn) for m, e, wrong, check, drawn in found if (m, e) == (module, exercise)]
+        renewed = {wrong for check, wrong, _ in new if not check.startswith(SECOND)}
+        kept = {short(wrong) for wrong in mistakes_of(module, exercise)} - renewed
+        old = recorded(module).get(exercise, {}).items()
         by_check: dict[str, dict[str, str]] = {}
-        for wrong, (check, drawn) in firsts.items():
+        for check, wrong, drawn in [(c, w, drawn) for c, lines in old for w, drawn in lines.items() if w in kept] + new:
             by_check.setdefault(check, {})[wrong] = drawn
         records.setdefault(module, dict(recorded(module)))[exercise] = by_check
     for module, record in records.items():

@@ -24,6 +24,7 @@ C = TypeVar("C")  # a check, of which only the identity matters here
 M = TypeVar("M", bound="Named")
 FOLDERS = re.compile(r"(?<![\w.])/\S+/")  # of a file in a message: a check that runs again has a new one
 CONFIRMED_BY = 12  # once a single sentence remains, this many other checks are enough to confirm it
+FEW = 4  # and this many runs of the answer if the record speaks for the sentence, too, or if time is short
 
 
 @dataclass(frozen=True)
@@ -129,8 +130,8 @@ def looks_like(
         try_mistake: Runs a check on a mistake.
         confirmed_by: How many checks to try although no two sentences agree with the answer on all of them.
             None are needed if the answer is itself one of ``mistakes``: it agrees with itself on every check.
-        on_certain: Called before each other check, for an answer that shows its wrong numbers: with the sentence that
-            would be returned if no more checks were tried, or with "".
+        on_certain: Called before each other check: with the sentence that would be returned if no more checks were
+            tried, or with "".
     """
     candidates = [m for m in mistakes if try_mistake(m, failing).is_like(first)]
     unlike: set[str] = set()
@@ -139,9 +140,8 @@ def looks_like(
         agreeing = {m.sentence for m in candidates if m.key not in unlike}
         if n_tried >= confirmed_by and len(agreeing) <= 1:
             break
-        if first.is_telling:
-            certain = every if len(every) == 1 else agreeing
-            on_certain(*certain if len(certain) == 1 else [""])
+        certain = every if first.is_telling and len(every) == 1 else agreeing
+        on_certain(*certain if len(certain) == 1 else [""])
         answer = try_answer(check)
         outcomes = {m.key: try_mistake(m, check) for m in candidates}
         candidates = [m for m in candidates if outcomes[m.key].passed or not answer.passed]

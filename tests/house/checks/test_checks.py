@@ -48,6 +48,13 @@ def test_all_right_is_exit_status_0_and_names_what_was_graded(book):
     assert "lib/toy.py:6" in done.out
 
 
+def test_an_answer_that_draws_fails_the_same_way_each_time(book):
+    book.answer("double", "import random\n    return x + random.random()")
+    first, again = (book.marks("tests/chapter_01", "-k", "double")["double"]["report"] for _ in range(2))
+    assert first == again
+    assert "out is a float" in first
+
+
 def test_a_known_mistake_is_named(book):
     book.answer("double", "return x * x")
     report = book.marks("tests/chapter_01")["double"]["report"]

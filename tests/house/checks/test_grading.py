@@ -16,8 +16,8 @@ from lib.workbook.checks.alarm import TimeLimit
 from lib.workbook.checks.diagnosis import Trials, diagnose
 from lib.workbook.grading import Wrong, expect_close, expect_equal, expect_raises, expect_true, firsts, graded
 from lib.workbook.grading.answers import further_apart, same_answer
-from lib.workbook.grading.firsts import NOT_COMPARED, VARIES, are_like, either, sketch
-from lib.workbook.grading.likeness import Outcome, looks_like
+from lib.workbook.grading.firsts import NOT_COMPARED, PASSED, VARIES, are_like, either, sketch
+from lib.workbook.grading.likeness import FEW, Outcome, looks_like
 from lib.workbook.grading.mistakes import Mistake
 
 
@@ -215,10 +215,11 @@ def test_a_record_names_a_failure_alone_only_if_it_leaves_nothing_open(monkeypat
     ones, nearly = torch.ones(3), torch.ones(3) + torch.tensor([0.0, 0.0, 0.01])
     far, near = failed(ones), failed(nearly)
     assert are_like(sketch(far), sketch(near))
+    candidates = lambda outcome: firsts.candidates(known, "test_1", outcome, set())
 
     def named(outcome: Outcome, **recorded: str) -> str:
         monkeypatch.setattr(firsts, "recorded", lambda module: {"f": {"test_1": recorded}})
-        return firsts.only(known, "test_1", outcome)
+        return firsts.settle(candidates(outcome), "test_1", outcome, [], lambda check: outcome)[1]
 
     others = {"b": sketch(near), "c": sketch(failed(ones, "wrong dtype"))}
     assert named(far, a=sketch(far), **others) == "a"
@@ -226,7 +227,7 @@ def test_a_record_names_a_failure_alone_only_if_it_leaves_nothing_open(monkeypat
     assert not named(failed(ones * 1.001), a=sketch(far), **others)
     assert not named(far, **others)  # how a fails is not known
     assert not named(far, a=sketch(far), **{**others, "b": sketch(far)})
-    for open_ in (sketch(near).replace(":", " ").split()[0], f"{sketch(near)} | {others['c']}", VARIES):
+    for open_ in (re.sub(r":\w+", "", sketch(near)), f"{sketch(near)} | {others['c']}", VARIES):
         assert not named(far, a=sketch(far), **{**others, "b": open_})
     assert named(far, a=f"{sketch(far)} | {sketch(near)}", b="ab:1", c="cd:1") == "a"
     right, wrong = Outcome(ValueError("one"), "n=3"), Outcome(ValueError("two"), "n=3")
@@ -237,6 +238,35 @@ def test_a_record_names_a_failure_alone_only_if_it_leaves_nothing_open(monkeypat
     assert not named(closer, a=sketch(other), b="ab:1", c="cd:1")
     other.error.gap, other.error.rows = None, [("value", "out = 1.00002, expected 1")]  # type: ignore[union-attr]
     assert not named(other, a=sketch(far), b="ab:1", c="cd:1")
+
+
+def test_of_mistakes_that_fail_alike_one_run_of_the_answer_names_one(monkeypatch):
+    known = [Mistake("rope", "f", text, f"tests.chapter_02.mistakes:f:{text}", dict) for text in "abcd"]
+    seen, other, third = failed(torch.ones(3)), failed(torch.zeros(3)), failed(torch.full((3,), 2.0))
+    like, first, second = sketch(seen), SimpleNamespace(name="test_2"), SimpleNamespace(name="test_3")
+    record = {
+        "test_1": {"a": like, "b": like, "c": like, "d": VARIES},
+        "+ test_2": {"a": sketch(other), "b": PASSED, "c": PASSED, "d": PASSED},
+        "+ test_3": {"b": PASSED, "c": sketch(other), "d": sketch(third)},
+    }
+    monkeypatch.setattr(firsts, "recorded", lambda module: {"f": record})
+    runs: list[str] = []
+
+    def settled(**ends: Outcome) -> tuple[str, str]:
+        run = lambda check: runs.append(check.name) or ends[check.name]
+        left, said = firsts.settle(known, "test_1", seen, [first, second], run)
+        return "".join(m.sentence for m in left), said
+
+    passed = Outcome(None)
+    assert settled(test_2=other) == ("a", "a")
+    assert runs == ["test_2"]
+    assert settled(test_2=passed, test_3=passed) == ("b", "b")
+    assert settled(test_2=passed, test_3=other) == ("c", "c")
+    assert settled(test_2=passed, test_3=third) == ("abcd", "")  # d alone is left, and nothing says that it fails so
+    assert settled(test_2=third) == ("abcd", "")  # none ends it so
+    del record["+ test_3"]
+    assert settled(test_2=passed) == ("bcd", "")
+    assert firsts.first_failures(known)[known[0].key] == ("test_1", like)
 
 
 def test_on_ranks_a_mistake_is_named_without_a_run(monkeypatch):
@@ -274,6 +304,24 @@ def test_a_mistake_that_the_record_knows_is_named_when_its_run_takes_too_long(mo
     assert diagnose(check, seen, [check], set(), known, run)[0] == ("a" if is_telling else "")
 
 
+@pytest.mark.parametrize("is_telling", [True, False])
+def test_fewer_runs_confirm_what_the_record_says_too(monkeypatch, is_telling):
+    known = [Mistake("rope", "f", "a", "tests.chapter_02.mistakes:f:a", lambda: {})]
+    seen = failed(torch.ones(3)) if is_telling else Outcome(ValueError("one"), "n=3")
+    monkeypatch.setattr(firsts, "recorded", lambda module: {"f": {"1": {"a": sketch(seen)}}})
+    runs: list[str] = []
+
+    def run(check: pytest.Function) -> Outcome:
+        runs.append(check.name)
+        return seen if check.name == "1" else Outcome(None)
+
+    make = lambda name: SimpleNamespace(name=name, nodeid=name, fixturenames=(), get_closest_marker=lambda name: None)
+    checks = [cast(pytest.Function, make(str(n))) for n in range(20)]
+    assert diagnose(checks[1], seen, checks, {"0"}, known, run)[0] == "a"
+    last = 1 + (FEW if is_telling else 11)
+    assert runs == ["1", *(str(n) for n in range(2, last + 1) for _ in range(2))]
+
+
 def test_a_sentence_is_certain_once_one_mistake_alone_agrees():
     a, b = (SimpleNamespace(key=key, sentence=key) for key in "ab")
     outcomes = {"a": [1, 2, 3], "b": [1, 5, 3]}
@@ -290,6 +338,15 @@ def test_a_sentence_is_certain_once_one_mistake_alone_agrees():
         told.append,
     )
     assert (said, told) == ("a", ["", "a"])
+
+
+def test_no_run_is_begun_that_would_end_too_late():
+    trials, check = Trials(lambda check: Outcome(None), limit_s=9.0), cast(pytest.Function, SimpleNamespace(nodeid="a"))
+    trials.longest_s = 5.0
+    assert trials.of_answer(check).passed
+    trials.hurry("this one")  # 0.6 s are left
+    with pytest.raises(TimeLimit):
+        trials.of_answer(cast(pytest.Function, SimpleNamespace(nodeid="b")))
 
 
 def test_time_that_is_over_is_no_outcome():
