@@ -1229,7 +1229,7 @@ def test_save_checkpoint_moves_a_whole_file_into_place(tmp_path, monkeypatch, ki
     expect_equal(str(source.parent), str(tmp_path), name="the folder of what is moved", answer=names, read=read)
 
 
-def fail(error: BaseException | None):
+def fail(error: BaseException | None) -> None:
     """Fail with the error, or kill the process if there is none."""
     if error is None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -1267,7 +1267,7 @@ def test_save_checkpoint_that_fails_leaves_the_old_one(tmp_path, monkeypatch, er
     old = path.read_bytes()
     with monkeypatch.context() as patch:
         patch.setattr(torch, "save", fail_half_way(error))
-        patch.setattr(os, "fsync", lambda file: fail(error))
+        patch.setattr(os, "fsync", lambda fd: fail(error))
         try:
             save(path, 2)
             raised = False
@@ -1298,7 +1298,7 @@ def test_save_checkpoint_that_is_killed_leaves_the_old_one(tmp_path):
     old = path.read_bytes()
 
     def killed():
-        torch.save, os.fsync = fail_half_way(None), lambda file: fail(None)
+        torch.save, os.fsync = fail_half_way(None), lambda fd: fail(None)
         save(path, 2)
 
     in_a_child_that_dies(killed)
