@@ -169,7 +169,7 @@ class TokenBatches:
     Raises:
         ValueError: there are too few tokens for one batch on every rank; the message names their number and the number
             needed, ``world_size * batch * length + 1``.
-        ValueError: ``rank`` is not from 0 to ``world_size - 1``.
+        ValueError: ``rank`` is not from 0 to ``world_size - 1``; the message names it.
     """
 
     def __init__(self, tokens, batch: int, length: int, rank: int = 0, world_size: int = 1, seed: int | None = None):

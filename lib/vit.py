@@ -258,7 +258,7 @@ def convert_hf_state_dict(state_dict: Mapping[str, Tensor], config: ViTConfig) -
 
     Args:
         state_dict: State dict of a ``ViTForImageClassification``.
-            Names of Transformers 4 are accepted too: pass it through ``modern_hf_names`` first.
+            It may have the names of Transformers 4, so the function passes it through ``modern_hf_names`` first.
         config: Sizes that the weights should have; ``hf_names(config)`` maps each of our names to theirs.
 
     Returns:

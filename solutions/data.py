@@ -724,7 +724,7 @@ class ShardReader(shards.TokenWindows):
         FileNotFoundError: there is no ``manifest.json``.
         ValueError: a shard is missing or has another size than the manifest says; the message names it.
         ValueError: there are fewer than ``world_size * batch * length + 1`` tokens; the message has their number.
-        ValueError: ``rank`` is not from 0 to ``world_size - 1``.
+        ValueError: ``rank`` is not from 0 to ``world_size - 1``; the message names it.
         ValueError: a loaded state of another ``length``, ``seed`` or manifest; the message names which.
 
     Cost: files are mapped into memory, and only the tokens of a batch are read.

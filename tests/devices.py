@@ -60,8 +60,8 @@ class Devices(Watch):
 
 
 class _Moves(TorchFunctionMode):
-    """Notices ``.to(device)``, ``.type_as(other)`` and ``.cpu()``,
-    which run no operator on a tensor that is really on the CPU.
+    """Notices ``.to(device)``, ``.type_as(other)`` and ``.cpu()``, which run no operator on a tensor that is really on
+    the CPU, and ``.device`` and ``torch.tensor``, which run none at all.
     """
 
     def __init__(self, devices: Devices):
@@ -70,6 +70,13 @@ class _Moves(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
+        if func in (torch.tensor, torch.as_tensor, torch.asarray) and out.is_meta:
+            out = func(*args, **{**(kwargs or {}), "device": "cpu"})
+            self.devices.asked.append("meta")
+            self.devices.on_meta[out] = True
+            return out
+        if func == Tensor.device.__get__:  # type: ignore[attr-defined]
+            return torch.device("meta") if args[0] in self.devices.on_meta else out
         if func not in (Tensor.to, Tensor.cpu, Tensor.type_as) or out not in self.devices.on_meta:
             return out
         targets = [torch.device("cpu")] if func is Tensor.cpu else [*args[1:], *(kwargs or {}).values()]
@@ -84,10 +91,7 @@ class _Moves(TorchFunctionMode):
 
 
 def devices_of(function, *args, **kwargs) -> tuple[Tensor, set[str]]:
-    """What a call returns, and every device that it asked for or that its result is on.
-
-    ``torch.tensor(..., device="meta")`` bypasses dispatch modes, so only its result shows the device.
-    """
+    """What a call returns, and every device that it asked for or that its result is on."""
     with Devices() as devices:
         out = function(*args, **kwargs)
     return out, {*devices.asked, out.device.type}

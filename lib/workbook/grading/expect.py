@@ -291,23 +291,28 @@ def expect_true(condition: object, problem: str, *, answer: Any = None, read: st
 
 
 @contextmanager
-def expect_raises(error: type[BaseException], *mentions: str, read: str | None = None) -> Iterator[None]:
-    """Expect the block to raise ``error`` with a message that contains every one of ``mentions``.
+def expect_raises(
+    error: type[BaseException], *mentions: str | tuple[str, ...], read: str | None = None
+) -> Iterator[None]:
+    """Expect the block to raise ``error`` with a message that contains every one of ``mentions``; of those in a tuple,
+    any one.
 
     Raises:
         Wrong: the block raises nothing, another error, or a message that does not say enough.
     """
-    wanted = error.__name__ + (f" that mentions {' and '.join(map(repr, mentions))}" if mentions else "")
+    every = [(mention,) if isinstance(mention, str) else mention for mention in mentions]
+    words = " and ".join(" or ".join(map(repr, any_of)) for any_of in every)
+    wanted = error.__name__ + (f" that mentions {words}" if mentions else "")
     try:
         yield
     except NotImplementedError as caught:
         if is_stub_error(caught) or not issubclass(error, NotImplementedError):
             raise
-        _check_message(caught, mentions, wanted, read)
+        _check_message(caught, every, wanted, read)
     except AnswerError:
         raise
     except error as caught:
-        _check_message(caught, mentions, wanted, read)
+        _check_message(caught, every, wanted, read)
     except Exception as caught:
         got = f"{type(caught).__name__}: {caught}"
         raise Wrong("wrong error", [("raised", got), ("expected", _a(wanted))], got, read) from caught
@@ -315,8 +320,7 @@ def expect_raises(error: type[BaseException], *mentions: str, read: str | None =
         raise Wrong("no error", [("raised", "nothing"), ("expected", _a(wanted))], "no error", read)
 
 
-def _check_message(caught: BaseException, mentions: tuple[str, ...], wanted: str, read: str | None) -> None:
-    missing = [m for m in mentions if m not in str(caught)]
-    if missing:
+def _check_message(caught: BaseException, every: list[tuple[str, ...]], wanted: str, read: str | None) -> None:
+    if not all(any(mention in str(caught) for mention in any_of) for any_of in every):
         got = f"{type(caught).__name__}: {caught}"
         raise Wrong("the error does not say enough", [("raised", got), ("expected", _a(wanted))], got, read) from caught

@@ -124,7 +124,7 @@ def test_two_long_values_are_cut_where_they_differ():
 
 
 def test_raises_wants_the_type_and_the_mentions():
-    with expect_raises(ValueError, "7"):
+    with expect_raises(ValueError, "7", ("seven", "7")):
         raise ValueError("7 is odd")
     with pytest.raises(Wrong, match="does not say enough"), expect_raises(ValueError, "7"):
         raise ValueError("odd")
