@@ -1252,8 +1252,8 @@ def clipped(rank, world_size):
 def test_clip_sharded_gradient_norm__is_of_the_whole(ranks):
     result = ranks(clipped, n_ranks=3)
     case("what a rank sends for seven calls: one all-reduce of one number each")
-    sent = [[(r.op, r.n_bytes) for r in ledger.before("counted")] for ledger in result.ledgers]
-    expect_equal(sent, [[("all_reduce", 4)] * 7] * 3, name="collectives and bytes", read=CLIP)
+    sent = [[(r.op, r.n_elements) for r in ledger.before("counted")] for ledger in result.ledgers]
+    expect_equal(sent, [[("all_reduce", 1)] * 7] * 3, name="collectives and numbers", read=CLIP)
 
 
 # ---- apply_fully_shard -----------------------------------------------------------------------------------------------
