@@ -294,8 +294,8 @@ def expect_true(condition: object, problem: str, *, answer: Any = None, read: st
 def expect_raises(
     error: type[BaseException], *mentions: str | tuple[str, ...], read: str | None = None
 ) -> Iterator[None]:
-    """Expect the block to raise ``error`` with a message that contains every one of ``mentions``; of those in a tuple,
-    any one.
+    """Expect the block to raise ``error`` with a message that contains every one of ``mentions``; a tuple stands for
+    any one of its strings.
 
     Raises:
         Wrong: the block raises nothing, another error, or a message that does not say enough.
