@@ -6,8 +6,10 @@ of ``lib.bench.serving``, with random weights and no token that ends an answer. 
 random moments, whether or not those before are answered, and counts those of a steady window.
 
 A server that does not keep up with a rate gets no higher one.
-The book's server gets three loads more, at the highest rate: with a cache so small that the youngest requests lose
-their blocks and begin again; with prompts that begin alike; and with prompts as long that differ from the first word.
+The book's server gets four loads more. Three are at the highest rate: with a cache so small that the youngest requests
+lose their blocks and begin again; with prompts that begin alike; and with prompts as long that differ from the first
+word. In the fourth a prompt of some 512 tokens is sent when the answer before is complete, so the server does nothing
+else.
 
 Run ``python -m lib.bench.servers`` on a GPU; it adds to ``chapters/measurements/servers.json`` after each load.
 ``--tiny --device cpu`` tries the program.
@@ -39,11 +41,13 @@ from lib.runs.flags import ProgramParser, positive, whole
 
 BOOK, TRANSFORMERS = "this book", "Transformers"
 TIGHT, ALIKE, DIFFERENT = "a small cache", "prompts that begin alike", "prompts that do not"
-LOADS = (BOOK, TRANSFORMERS, TIGHT, ALIKE, DIFFERENT)
-SERVERS = {BOOK: (BOOK, ALIKE, DIFFERENT), TRANSFORMERS: (TRANSFORMERS,), TIGHT: (TIGHT,)}
+ALONE = "one prompt at a time"
+LOADS = (BOOK, TRANSFORMERS, TIGHT, ALIKE, DIFFERENT, ALONE)
+SERVERS = {BOOK: (ALONE, BOOK, ALIKE, DIFFERENT), TRANSFORMERS: (TRANSFORMERS,), TIGHT: (TIGHT,)}
 """The loads that each server gets."""
 START_S = 300.0  # in which a server must answer
 COMMON, OWN = 256, (16, 64)  # words with which prompts begin alike; fewest and most that follow
+WORDS, ANSWER = 280, 16  # of a prompt that is alone, some 512 tokens; tokens of its answer
 COUNTS = ("workbook_preemptions_total", "workbook_prefix_tokens_found_total", "workbook_prompt_tokens_total")
 VLLM = (
     "for your own vLLM: vllm serve FOLDER --max-model-len 2048, then\n"
@@ -151,21 +155,15 @@ def measure(name: str, url: str, folder: Path, options: Any) -> dict[str, Any]:
     """A summary for each of the loads, by its rate, and how the book's server counted; the first with which the server
     does not keep up is the last.
     """
-    top = max(options.rate)
+    top = 1.0 if name == ALONE else max(options.rate)
     rates = options.rate if name in (BOOK, TRANSFORMERS) else [top]
     found = {}
     for rate in rates:
-        words = ["--url", url, "--model", model_of(name, folder), "--processes", str(options.processes),
-                 "--warm-up", str(options.warm_up), "--seconds", str(options.seconds), "--drain", str(options.drain),
-                 "--seed", str(options.seed), "--prompt-words", *map(str, options.prompt_words),
-                 "--answer-tokens", *map(str, options.answer_tokens)]  # fmt: skip
-        if name in (ALIKE, DIFFERENT):
-            write_trace(folder.parent / "trace.jsonl", rate, options, alike=name == ALIKE)
-            words += ["--trace", str(folder.parent / "trace.jsonl")]
-        else:
-            words += ["--rate", str(rate)]
+        words = ["--url", url, "--model", model_of(name, folder), "--warm-up", str(options.warm_up), "--seconds",
+                 str(options.seconds), "--drain", str(options.drain), "--seed", str(options.seed)]  # fmt: skip
+        words += load_words(name, rate, folder, options)
         before = counts(url) if name != TRANSFORMERS else {}
-        print(f"{name}, {rate:g} requests/s", flush=True)
+        print(f"{name}, {rate:g} requests/s" if name != ALONE else name, flush=True)
         (found[f"{rate:g}"],) = load.run(load.make_parser().parse_args(words)).values()
         if before:
             after = counts(url)
@@ -173,6 +171,18 @@ def measure(name: str, url: str, folder: Path, options: Any) -> dict[str, Any]:
         if not found[f"{rate:g}"]["server_kept_up"]:
             break
     return found
+
+
+def load_words(name: str, rate: float, folder: Path, options: Any) -> list[str]:
+    """What is asked for and when, as arguments of ``lib.bench.load``."""
+    if name == ALONE:
+        return ["--streams", "1", "--prompt-words", *[str(WORDS)] * 2, "--answer-tokens", *[str(ANSWER)] * 2]
+    words = ["--processes", str(options.processes), "--prompt-words", *map(str, options.prompt_words),
+             "--answer-tokens", *map(str, options.answer_tokens)]  # fmt: skip
+    if name in (ALIKE, DIFFERENT):
+        write_trace(folder.parent / "trace.jsonl", rate, options, alike=name == ALIKE)
+        return [*words, "--trace", str(folder.parent / "trace.jsonl")]
+    return [*words, "--rate", str(rate)]
 
 
 def counts(url: str) -> dict[str, float]:
