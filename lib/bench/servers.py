@@ -12,6 +12,8 @@ word. In the fourth a prompt of some 512 tokens is sent when the answer before i
 else.
 
 Run ``python -m lib.bench.servers`` on a GPU; it adds to ``chapters/measurements/servers.json`` after each load.
+``--tensor 1 2 4`` serves Llama 2 7B's shape instead, divided among so many GPUs, to 1 and to 64 clients that each send
+the next request when one is answered, and writes ``servers_tensor.json``.
 ``--tiny --device cpu`` tries the program.
 """
 
@@ -36,7 +38,7 @@ from lib.bench.serving_http import CONTEXT, VOCAB, read_metrics, write_tokenizer
 from lib.given.data.corpora import language_reference
 from lib.given.data.record import MEASUREMENTS
 from lib.given.data.record import load as load_record
-from lib.given.models.llama import LlamaConfig, hf_tensors
+from lib.given.models.llama import LLAMA_2_7B, LlamaConfig, hf_tensors
 from lib.runs.flags import ProgramParser, positive, whole
 
 BOOK, TRANSFORMERS = "this book", "Transformers"
@@ -89,9 +91,10 @@ def command(name: str, folder: Path, options: Any) -> list[str]:
         begin = [theirs] if Path(theirs).exists() else [sys.executable, "-m", "transformers.cli.transformers"]
         return [*begin, "serve", str(folder), "--continuous-batching", "--device", options.device,
                 "--port", str(options.port), *sizes]  # fmt: skip
-    blocks = ["--blocks", str(options.blocks)] if name == TIGHT else []
+    more = ["--blocks", str(options.blocks)] if name == TIGHT else []
+    more += ["--tensor", str(options.ranks)] if options.ranks > 1 else []
     return [sys.executable, "-m", "lib.runs.serve", "--model", str(folder), "--device", options.device,
-            "--port", str(options.port), "--max-queue", "100000", *blocks]  # fmt: skip
+            "--port", str(options.port), "--max-queue", "100000", *more]  # fmt: skip
 
 
 @contextmanager
@@ -159,9 +162,7 @@ def measure(name: str, url: str, folder: Path, options: Any) -> dict[str, Any]:
     rates = options.rate if name in (BOOK, TRANSFORMERS) else [top]
     found = {}
     for rate in rates:
-        words = ["--url", url, "--model", model_of(name, folder), "--warm-up", str(options.warm_up), "--seconds",
-                 str(options.seconds), "--drain", str(options.drain), "--seed", str(options.seed)]  # fmt: skip
-        words += load_words(name, rate, folder, options)
+        words = shared_words(name, url, folder, options) + load_words(name, rate, folder, options)
         before = counts(url) if name != TRANSFORMERS else {}
         print(f"{name}, {rate:g} requests/s" if name != ALONE else name, flush=True)
         (found[f"{rate:g}"],) = load.run(load.make_parser().parse_args(words)).values()
@@ -173,16 +174,27 @@ def measure(name: str, url: str, folder: Path, options: Any) -> dict[str, Any]:
     return found
 
 
+def shared_words(name: str, url: str, folder: Path, options: Any) -> list[str]:
+    """The server, the model and the window, as arguments of ``lib.bench.load``."""
+    return ["--url", url, "--model", model_of(name, folder), "--warm-up", str(options.warm_up), "--seconds",
+            str(options.seconds), "--drain", str(options.drain), "--seed", str(options.seed)]  # fmt: skip
+
+
 def load_words(name: str, rate: float, folder: Path, options: Any) -> list[str]:
     """What is asked for and when, as arguments of ``lib.bench.load``."""
     if name == ALONE:
         return ["--streams", "1", "--prompt-words", *[str(WORDS)] * 2, "--answer-tokens", *[str(ANSWER)] * 2]
-    words = ["--processes", str(options.processes), "--prompt-words", *map(str, options.prompt_words),
-             "--answer-tokens", *map(str, options.answer_tokens)]  # fmt: skip
+    words = lengths(options)
     if name in (ALIKE, DIFFERENT):
         write_trace(folder.parent / "trace.jsonl", rate, options, alike=name == ALIKE)
         return [*words, "--trace", str(folder.parent / "trace.jsonl")]
     return [*words, "--rate", str(rate)]
+
+
+def lengths(options: Any) -> list[str]:
+    """How many clients' processes there are and how long prompts and answers, as arguments of ``lib.bench.load``."""
+    return ["--processes", str(options.processes), "--prompt-words", *map(str, options.prompt_words),
+            "--answer-tokens", *map(str, options.answer_tokens)]  # fmt: skip
 
 
 def counts(url: str) -> dict[str, float]:
@@ -203,22 +215,35 @@ def make_parser() -> ProgramParser:
     parser.add_argument("--drain", type=positive, default=30.0, help="seconds in which its last requests may end")
     parser.add_argument("--prompt-words", nargs=2, type=whole(1), default=[32, 384], metavar=("LEAST", "MOST"))
     parser.add_argument("--answer-tokens", nargs=2, type=whole(1), default=[16, 256], metavar=("LEAST", "MOST"))
+    parser.add_argument("--tensor", nargs="+", type=whole(1), metavar="GPUS", help="divide a 7B among so many instead")
     parser.add_argument("--port", type=whole(1, 65535), default=8199)
     parser.add_argument("--seed", type=whole(0), default=0)
     parser.add_argument("--folder", type=Path, default=MEASUREMENTS)
-    parser.set_defaults(chat=False, ignore_eos=False)  # as for ``lib.bench.load``; no token ends an answer
+    parser.set_defaults(ranks=1, chat=False, ignore_eos=False)  # as for ``lib.bench.load``; no token ends an answer
     return parser
 
 
-def main(argv: list[str] | None = None) -> None:
-    options = make_parser().parse_args(argv)
-    names = ("tiny", "warm_up", "seconds", "prompt_words", "answer_tokens", "blocks", "processes")
-    settings = {name: getattr(options, name) for name in names} | {"common_words": COMMON, "own_words": OWN}
+def measure_divided(settings: dict[str, Any], options: Any) -> None:
+    """Serve a Llama divided among several numbers of GPUs, and record what clients see."""
+    results: dict[str, Any] = {"settings": settings, "gpus": {}}
+    config = SMALL if options.tiny else replace(LLAMA_2_7B, context_len=CONTEXT)
+    with tempfile.TemporaryDirectory() as work:
+        folder = Path(work, "llama")
+        write_folder(config, folder, options.device)
+        for n in options.tensor:
+            options.ranks = n
+            with serving(BOOK, folder, options) as url:
+                words = [*shared_words(BOOK, url, folder, options), *lengths(options), "--streams", "1", "64"]
+                found = load.run(load.make_parser().parse_args(words))
+            results["gpus"][str(n)] = dict(zip(("1", "64"), found.values(), strict=True))
+            record("servers_tensor", results, options.folder)
+
+
+def measure_loads(settings: dict[str, Any], options: Any) -> None:
+    """Serve a Llama of a billion parameters by each server, and record what clients see."""
     results: dict[str, Any] = {"settings": settings, "loads": {}}
     if options.only != list(LOADS) and (options.folder / "servers.json").exists():
         results["loads"] = load_record("servers", options.folder)["results"]["loads"]
-    import torch  # noqa: F401  (the record names the card of a program that uses one)
-
     with tempfile.TemporaryDirectory() as work:
         folder = Path(work, "llama")
         write_folder(SMALL if options.tiny else LARGE.config, folder, options.device)
@@ -228,6 +253,18 @@ def main(argv: list[str] | None = None) -> None:
                     for name in wanted:
                         results["loads"][name] = measure(name, url, folder, options)
                         record("servers", results, options.folder)
+
+
+def main(argv: list[str] | None = None) -> None:
+    options = make_parser().parse_args(argv)
+    names = ("tiny", "warm_up", "seconds", "prompt_words", "answer_tokens", "blocks", "processes")
+    settings = {name: getattr(options, name) for name in names}
+    import torch  # noqa: F401  (the record names the card of a program that uses one)
+
+    if options.tensor:
+        measure_divided(settings, options)
+    else:
+        measure_loads(settings | {"common_words": COMMON, "own_words": OWN}, options)
     print(VLLM)
 
 
