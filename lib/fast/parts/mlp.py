@@ -169,6 +169,26 @@ if GLUON:
         copy_out(out, [0, 0, row, column], as_box(own, out))
         return product
 
+    @gluon.constexpr_function
+    def one_row_per_warp():
+        """Layout of sums [4, 64], one row for each warp of a user.
+
+        A thread holds the same columns as of a piece [64, 64], and the eight threads of a column hold the same sum.
+        """
+        registers, lanes = [[0, 1], [0, 8], [0, 16], [0, 32]], [[0, 2], [0, 4], [0, 0], [0, 0], [0, 0]]
+        return gl.DistributedLinearLayout(registers, lanes, [[1, 0], [2, 0]], [], [4, 64])
+
+    @gluon.jit
+    def _write_sums(total, sums, i, column, F):
+        """Add up each warp's eight rows of ``total`` [4, 8, 64], and write one row for each warp.
+
+        The eight threads that hold a column are in one warp. They exchange registers, and no warp waits for another.
+        """
+        total = gl.convert_layout(gl.sum(total, 1), one_row_per_warp(), assert_trivial=True)
+        rows = 4 * i + gl.arange(0, 4, gl.SliceLayout(1, one_row_per_warp()))
+        columns = column + gl.arange(0, 64, gl.SliceLayout(0, one_row_per_warp()))
+        gl.store(sums + rows.to(gl.int64)[:, None] * F + columns[None, :], total, mask=(columns < F)[None, :])
+
     @gluon.jit
     def _use_backward(user: gl.constexpr, given, CUT: gl.constexpr):
         slope, out, sums, n_rows, n_columns, n_terms, F, own_s, full, turns, ring = given
@@ -181,16 +201,17 @@ if GLUON:
             a, b, c = _product(t // gl.num_programs(0), n_terms, turns, ring, CUT)
             pieces = _pieces(a, b, c)
             for half in gl.static_range(2):
-                total = gl.full([64], 0.0, gl.float32, gl.SliceLayout(0, acc(64)))
+                total = 0.0
                 for part in gl.static_range(3):
                     here = row + 64 * part
-                    total += gl.sum(_write_product(user, pieces[3 * half + part], n, out, here, column, full, own_s), 0)
+                    product = _write_product(user, pieces[3 * half + part], n, out, here, column, full, own_s)
+                    # A thread holds rows r and r + 8 of its warp's 16 rows, so it adds them without the other threads.
+                    total += gl.sum(product.reshape((4, 2, 8, 64)), 1)
                     n += 1
                     if half == 0 and part > 0:  # the slopes of the last two pieces take the places of the first two
                         tma.store_wait(1)
                         _load_slopes(user, slope, n + 2, here, column + 64, full, own_s)
-                columns = column + gl.arange(0, 64, gl.SliceLayout(0, acc(64)))
-                gl.store(sums + i.to(gl.int64) * F + columns, total, mask=columns < F)
+                _write_sums(total, sums, i, column, F)
                 column += 64
             tma.store_wait(0)
 
@@ -222,7 +243,9 @@ if GLUON:
     @gluon.jit(do_not_specialize=("n_rows", "n_columns", "n_terms"))
     def slope_kernel(x, w, slope, out, sums, n_rows, n_columns, n_terms, F, CUT: gl.constexpr):
         """Write ``(x @ w) * slope`` for x ``[N, C]``, w ``[C, F]`` and slope ``[N, F]``,
-        and its sums over each 192 rows, float32 ``[ceil(N / 192), F]``.
+        and its sums over rows, float32 ``[4 * ceil(N / 192), F]``.
+
+        Row ``4 * i + j`` of the sums is what warp j adds up of tile i: 16 rows of each of its three pieces.
         """
         x_s = gl.allocate_shared_memory(x.dtype, [CUT.parts * CUT.stages, 64, 64], shared_layout(64, 64))
         w_s = gl.allocate_shared_memory(x.dtype, [CUT.stages, 64, 128], shared_layout(64, 128))
@@ -300,13 +323,15 @@ def _backward_launch(key: tuple) -> Launch:
 
 
 def launch_backward(x: Tensor, weight: Tensor, slope: Tensor) -> tuple[Tensor, Tensor]:
-    """Run `slope_kernel`; returns the product times the slopes, and its column sums,
-    which are always added in the same order.
+    """Run `slope_kernel`; returns the product times the slopes, and its column sums.
+
+    Each warp adds up its own rows, and `add_rows` adds up what the warps wrote, always in the same order.
+    The warps' sums are 4 % of the product's bytes: 17 MB for ViT-L/16 with 50,432 rows and 4,096 columns.
     """
     x, weight, slope = _readable(x), _readable(weight), _readable(slope)
     (n_rows, width), columns = x.shape, weight.shape[1]
     out = x.new_empty(n_rows, columns)
-    sums = x.new_empty(_cdiv(n_rows, 64 * BACKWARD.parts), columns, dtype=torch.float32)
+    sums = x.new_empty(4 * _cdiv(n_rows, 64 * BACKWARD.parts), columns, dtype=torch.float32)
     key = (n_rows, width, columns, n_programs(x.device))
     launches(_backward_launch, key, x, weight, slope, out, sums)(x, weight, slope, out, sums)
     return out, add_rows(sums)

@@ -1,6 +1,6 @@
 """The end of a sum over rows that many programs have begun.
 
-A kernel that sums over the rows of a large matrix leaves one row of sums for each program.
+A kernel that sums over the rows of a large matrix leaves one row of sums for each program, or for each warp.
 Few are left, and so adding them up takes as long as its starts and waits take.
 PyTorch's ``sum`` clears a counter in memory for it, and lets blocks wait for each other;
 here each program adds a few columns alone.

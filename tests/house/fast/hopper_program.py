@@ -79,7 +79,7 @@ def main() -> None:
         if "--all" not in sys.argv and name.split(",")[0] in {other.split(",")[0] for other in found}:
             continue
         text = machine_code(launch, dtypes)
-        found[name] = {word: text.count(word) for word in ("HGMMA", "WARPGROUP.ARRIVE", "LDL", "USETMAXREG")}
+        found[name] = {word: text.count(word) for word in ("HGMMA", "WARPGROUP.ARRIVE", "LDL", "STS ", "USETMAXREG")}
     print(json.dumps(found))
 
 

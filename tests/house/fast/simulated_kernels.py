@@ -186,7 +186,7 @@ def around_gelu(form: str, n_programs: int, seed: int, **options: Any) -> dict[s
     (wanted_slope,) = torch.autograd.grad(wanted.sum(), argument)
 
     grad, second = torch.randn(n, C).bfloat16(), (torch.randn(C, inner) / C**0.5).bfloat16()
-    out, sums = empty(n, inner), empty(-(-n // 192), inner, dtype=torch.float32)
+    out, sums = empty(n, inner), empty(4 * -(-n // 192), inner, dtype=torch.float32)
     simulate(mlp._backward_launch((n, C, inner, n_programs)), grad, second, slope, out, sums, seed=seed, **options)
     d = (grad.double() @ second.double()) * slope.double()
     pairs = {"gelu": (gelu, wanted), "slope": (slope, wanted_slope), "d": (out, d), "d_bias": (sums.sum(0), d.sum(0))}

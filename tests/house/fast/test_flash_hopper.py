@@ -79,6 +79,7 @@ def test_the_kernels_compile_for_hopper_and_their_products_run_ahead(forms, tmp_
         # Where the assembler lets products run one after the other, each has a fence of its own.
         assert counts["WARPGROUP.ARRIVE"] <= counts["HGMMA"] / 2, (name, counts)
         assert counts["LDL"] < counts["HGMMA"], f"{name}: registers are spilled to memory: {counts}"
+    assert kernels["slope"]["STS "] == 0, "its warps exchange their sums through shared memory"
 
 
 def test_roles_are_for_hopper_gpus_and_enough_rows(monkeypatch):
