@@ -58,6 +58,18 @@ if GLUON:
             return shared._reinterpret(descriptor.dtype, descriptor.block_shape, descriptor.layout)
 
     @gluon.jit
+    def barriers(N: gl.constexpr, COUNT: gl.constexpr):
+        """N barriers, of which each opens after COUNT arrivals.
+
+        Some role must use them. Else the compiler gives their memory to numbers, and when two programs share the GPU,
+        it writes barriers over these.
+        """
+        made = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
+        for i in gl.static_range(N):
+            mbarrier.init(made.index(i), count=COUNT)
+        return made
+
+    @gluon.jit
     def wait_full(full, n, CUT: gl.constexpr):
         mbarrier.wait(full.index(n % CUT.stages), (n // CUT.stages) & 1)
 

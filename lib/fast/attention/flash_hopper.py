@@ -55,6 +55,7 @@ if GLUON:
         FLAT,
         acc,
         as_box,
+        barriers,
         copy_in,
         copy_out,
         fence_async_shared,
@@ -98,14 +99,7 @@ if GLUON:
 
     @gluon.jit
     def _barriers(CUT: gl.constexpr):
-        once = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-        full = gl.allocate_shared_memory(gl.int64, [CUT.stages, 1], mbarrier.MBarrierLayout())
-        empty = gl.allocate_shared_memory(gl.int64, [CUT.stages, 1], mbarrier.MBarrierLayout())
-        mbarrier.init(once, count=1)
-        for i in gl.static_range(gl.constexpr(CUT.stages)):
-            mbarrier.init(full.index(i), count=1)
-            mbarrier.init(empty.index(i), count=CUT.users)
-        return once, full, empty
+        return barriers(1, 1).index(0), barriers(CUT.stages, 1), barriers(CUT.stages, CUT.users)
 
     @gluon.jit
     def _part(used, loaded, CUT: gl.constexpr):

@@ -71,6 +71,7 @@ if GLUON:
         RENAMED,
         acc,
         as_box,
+        barriers,
         copy_in,
         copy_out,
         fence_async_shared,
@@ -363,8 +364,7 @@ if GLUON:
         lse_s = gl.allocate_shared_memory(gl.float32, [CUT.stages, 64], stats.layout)
         sums_s = gl.allocate_shared_memory(gl.float32, [CUT.stages, 64], stats.layout)
         once, full, empty = _barriers(CUT)
-        idle = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-        mbarrier.init(idle, count=2)
+        idle = barriers(1, 2).index(0)
         ring = (q_s, do_s, lse_s, sums_s, full, empty)
         item = items + gl.program_id(0) * each
         loaded = (

@@ -70,6 +70,7 @@ if GLUON:
     from lib.fast.gluon import (
         acc,
         as_box,
+        barriers,
         copy_in,
         copy_out,
         fence_async_shared,
@@ -96,12 +97,7 @@ if GLUON:
 
     @gluon.jit
     def _barriers(CUT: gl.constexpr):
-        full = gl.allocate_shared_memory(gl.int64, [CUT.stages, 1], mbarrier.MBarrierLayout())
-        empty = gl.allocate_shared_memory(gl.int64, [CUT.stages, 1], mbarrier.MBarrierLayout())
-        for i in gl.static_range(gl.constexpr(CUT.stages)):
-            mbarrier.init(full.index(i), count=1)
-            mbarrier.init(empty.index(i), count=CUT.users)
-        return full, empty
+        return barriers(CUT.stages, 1), barriers(CUT.stages, CUT.users)
 
     @gluon.jit
     def _place(t, n_rows, n_columns, CUT: gl.constexpr):

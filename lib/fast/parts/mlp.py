@@ -39,6 +39,7 @@ if GLUON:
     from lib.fast.gluon import (
         acc,
         as_box,
+        barriers,
         copy_in,
         copy_out,
         fence_async_shared,
@@ -225,7 +226,7 @@ if GLUON:
         own_s = gl.allocate_shared_memory(x.dtype, [8, 64, 64], shared_layout(64, 64))
         full, empty = _barriers(CUT)
         ring = (x_s, w_s, full, empty)
-        turns, _ = _barriers(PAIR)
+        turns = barriers(PAIR.stages, 1)
         used = (bias, gelu, slope, n_rows, n_columns, n_terms, F, own_s, turns, ring)
         loaded = (x, w, n_rows, n_columns, n_terms, ring)
         first: gl.constexpr = 0
@@ -252,8 +253,8 @@ if GLUON:
         own_s = gl.allocate_shared_memory(x.dtype, [8, 64, 64], shared_layout(64, 64))
         full, empty = _barriers(CUT)
         ring = (x_s, w_s, full, empty)
-        turns, _ = _barriers(PAIR)
-        slopes_full, _ = _barriers(EIGHT)
+        turns = barriers(PAIR.stages, 1)
+        slopes_full = barriers(EIGHT.stages, 1)
         used = (slope, out, sums, n_rows, n_columns, n_terms, F, own_s, slopes_full, turns, ring)
         loaded = (x, w, n_rows, n_columns, n_terms, ring)
         first: gl.constexpr = 0

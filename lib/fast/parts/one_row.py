@@ -13,9 +13,9 @@ from lib.fast.parts.narrow import LONG_ROW, Narrow
 from lib.given.kernels.mode import tl, triton
 
 TILES = {
-    "wide": ((8, 1024, 8), (4, 1024, 4), (8, 2048, 8)),
+    "wide": ((4, 2048, 8), (4, 1024, 4), (8, 2048, 8)),
     "float8": ((2, 4096, 4), (4, 512, 2), (4, 2048, 4)),
-    "int4": ((8, 64, 8), (16, 16, 4), (4, 16, 4)),
+    "int4": ((8, 64, 8), (16, 16, 4), (4, 16, 2)),
 }
 """Of a product of one row with long rows of the weight, of a gated one, and of any other: the columns of a program,
 the terms (for int4 the groups) that it reads at a time, and its warps. As measured on an H200."""

@@ -196,6 +196,8 @@ class Machine:
     def __init__(self, seed: int, at: tuple[int, ...], grid: tuple[int, ...]):
         self.random, self.at, self.grid = random.Random(seed), at, grid
         self.barriers: dict[int, Barrier] = {}  # by address
+        self.made: list[int] = []  # addresses of the allocations that hold barriers
+        self.used: set[int] = set()  # those of them that a role has waited for or arrived at
         self.stored: dict[int, list[Tensor]] = {}  # by role: where it has stored numbers that it has not fenced since
         self.loads: list[Any] = []
         self.roles: list[Role] = []
@@ -209,6 +211,7 @@ class Machine:
         return Shared(self, data, torch.zeros(data.shape, dtype=torch.int8))
 
     def barrier(self, shared: Shared) -> Barrier:
+        self.used.add(shared.data.untyped_storage().data_ptr())
         return self.barriers[shared.data.data_ptr()]
 
     def pause(self, until: Any = None) -> None:
@@ -265,6 +268,8 @@ class Machine:
 
     def init(self, shared: Shared, count: int) -> None:
         self.barriers[shared.data.data_ptr()] = Barrier(int(count))
+        address = shared.data.untyped_storage().data_ptr()
+        self.made += [] if address in self.made else [address]
 
     def expect(self, shared: Shared, n_bytes: int) -> None:
         self.barrier(shared).change(1, int(n_bytes))
@@ -453,15 +458,17 @@ def simulate(launch: Launch, *tensors: Tensor, seed: int = 0, change: Any = None
     """
     places = [place[::-1] for place in product(*map(range, launch.grid[::-1]))]
     if launch.options.get("launch_cooperative_grid"):
-        _run_together(launch, places, tensors, seed, change)
+        machines = _run_together(launch, places, tensors, seed, change)
     else:
-        for i, place in enumerate(places):
-            _run_together(launch, [place], tensors, seed + i, change)
+        machines = [_run_together(launch, [place], tensors, seed + i, change)[0] for i, place in enumerate(places)]
+    for same in zip(*(machine.made for machine in machines), strict=True):
+        if not any(address in machine.used for address, machine in zip(same, machines, strict=True)):
+            raise Fault("barriers that no role uses: the compiler gives their memory to something else")
 
 
 def _run_together(
     launch: Launch, places: list[tuple[int, ...]], tensors: tuple[Tensor, ...], seed: int, change: Any
-) -> None:
+) -> list[Machine]:
     machines = [Machine(seed + i, place, launch.grid) for i, place in enumerate(places)]
     chance, left = random.Random(seed), list(machines)
     for machine in machines:
@@ -478,7 +485,7 @@ def _run_together(
                 if machine.has_ended():
                     left.remove(machine)
                 if not left:
-                    return
+                    return machines
         raise Fault(f"no end after {MOST_STEPS:,} steps")
     finally:
         for machine in machines:
