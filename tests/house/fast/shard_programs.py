@@ -1,7 +1,6 @@
 """What the tests of `lib.fast.shards` run on ranks, of gloo or of NCCL."""
 
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +10,12 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
-from lib.fast.copies import MakePlaces, Places, in_peers_memory
+from lib.fast.copies import MakePlaces, Places
 from lib.fast.models import capture
 from lib.fast.shards import FullyShardedByCopies
 from lib.fsdp import FullySharded
 from tests.house.bench.yardstick_programs import generator, in_files, without_streams
+from tests.house.fast.ordering import Watch
 
 N_WORDS, DIM = 11, 6
 
@@ -139,11 +139,13 @@ def go_on_after_errors(rank: int, world_size: int, folder: str) -> list[bool]:
 
 
 def train_on_gpus(rank: int, device: torch.device, folder: Path, n_steps: int = 6) -> None:
-    """On GPUs: the same steps with NCCL's `FullySharded` and, launched and in a graph, by copies; saves the weights."""
+    """On GPUs: the same steps with NCCL's `FullySharded` and, launched and in a graph, by copies; saves by how much
+    the weights have changed.
+    """
     found = {}
     for dtype in (None, torch.bfloat16):
         for name in ("collectives", "launched", "graph"):
-            kind: Any = FullySharded if name == "collectives" else partial(FullyShardedByCopies, places=in_peers_memory)
+            kind: Any = FullySharded if name == "collectives" else FullyShardedByCopies
             wrapped = kind(Big(rank).to(device), param_dtype=dtype)
             found[f"{name}, {dtype}"] = steps_on_gpu(wrapped, rank, device, n_steps, name == "graph")
     torch.save(found, folder / f"{rank}.pt")
@@ -168,8 +170,9 @@ class Big(nn.Module):
 
 
 def steps_on_gpu(wrapped: Any, rank: int, device: torch.device, n_steps: int, in_graph: bool) -> Tensor:
-    """The weights after some steps, in one row."""
-    optimizer = torch.optim.SGD(wrapped.parameters(), lr=torch.tensor(0.1, device=device), fused=True)
+    """By how much some steps have changed the weights, in one row."""
+    before = in_one_row(wrapped)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=torch.tensor(3.0, device=device), fused=True)
     inputs = torch.randn(64, 1024, device=device, generator=torch.Generator(device).manual_seed(rank))
 
     def step() -> Tensor:
@@ -187,4 +190,31 @@ def steps_on_gpu(wrapped: Any, rank: int, device: torch.device, n_steps: int, in
         if rank == 0:
             torch.cuda._sleep(3_000_000)  # the others must wait for the slowest
         take()
+    return in_one_row(wrapped) - before
+
+
+def in_one_row(wrapped: Any) -> Tensor:
+    """All weights, on the host."""
     return torch.cat([values.flatten() for values in wrapped.gather_full_params().values()]).cpu()
+
+
+def watch_steps(rank: int, world_size: int, folder: str, forgotten: str, n_steps: int = 3) -> list[str]:
+    """What is not ordered in steps as `train` takes them, each as in a recording of its own."""
+    watch = Watch(forgotten)
+    with watch.watching():
+        wrapped: Any = FullyShardedByCopies(
+            Words(rank), param_dtype=torch.bfloat16, places=watch.places(in_files(folder, world_size))
+        )
+        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+        for step in range(n_steps):
+            watch.begin_step()
+            with torch.no_grad():
+                wrapped(batch(step, rank))
+            watch.begin_step()
+            for i in range(2):
+                wrapped(batch(step + i, rank)).backward()
+            wrapped.finish_gradient_synchronization()
+            optimizer.step()
+            optimizer.zero_grad()
+            watch.end_step()
+    return list(dict.fromkeys(watch.complaints))
