@@ -23,7 +23,9 @@ All are in the same processes and take turns.
 together with how long the GPU computed and communicated in one traced step of each way.
 
 - ``alone``: ``--strategy single --graph``, the whole model on each GPU;
-- ``graph`` and ``launched``: chapter 12's ``FullySharded``, its step in a CUDA graph and launched from Python;
+- ``copies`` and ``collectives``: ``--strategy fsdp --graph``, whose shards and gradients are sent
+  by ``lib.fast.shards`` and by NCCL;
+- ``launched``: as ``collectives``, but its step is launched from Python;
 - ``fully_shard``: ``--engine torch``, our kernels under PyTorch's ``fully_shard``.
 """
 
@@ -76,8 +78,9 @@ RUNS = {
 """For each way to train, the flags in which it differs."""
 SHARDED_RUNS = {
     "alone": "--strategy single --compile blocks --graph",
-    "graph": "--strategy fsdp --compile blocks --graph",
-    "launched": "--strategy fsdp --compile blocks --optimizer adamw",
+    "copies": "--strategy fsdp --compile blocks --graph --averaging copies",
+    "collectives": "--strategy fsdp --compile blocks --graph --averaging collectives",
+    "launched": "--strategy fsdp --compile blocks --optimizer adamw --averaging collectives",
     "fully_shard": "--strategy fsdp --compile blocks --engine torch",
 }
 
@@ -145,7 +148,8 @@ def trace(take: Callable[[], object], device: torch.device) -> dict:
         notes = getattr(event, "is_user_annotation", False) or event.name.startswith(
             ("nccl:", "DistributedData", "Mem")
         )
-        if event.device_type == torch.autograd.DeviceType.CUDA and not notes:
+        waits = "barrier_kernel" in event.name  # of lib.fast.copies and lib.fast.shards
+        if event.device_type == torch.autograd.DeviceType.CUDA and not notes and not waits:
             kind = "nccl" if "nccl" in event.name.lower() else "compute"
             spans[kind].append((event.time_range.start / 1e3, event.time_range.end / 1e3))
     whole = {kind: merged(found) for kind, found in spans.items()}

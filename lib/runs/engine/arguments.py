@@ -131,8 +131,9 @@ def add_training_flags(parser: Parser, items: str) -> None:
         "--averaging",
         choices=AVERAGING,
         default="auto",
-        help="how ddp averages gradients: by copies between the GPUs of one host, which hold no multiprocessor, "
-        "or by collectives; auto: by copies where every GPU can read the others' memory",
+        help="how ddp averages gradients, and how fsdp gathers and reduces its shards: by copies between the GPUs of "
+        "one host, which hold no multiprocessor, or by collectives; "
+        "auto: by copies where every GPU can read the others' memory",
     )
     train.add_argument(
         "--seed", type=whole(0, MOST_SEED), default=0, help="for the initial weights and the order of the data"

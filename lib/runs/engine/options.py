@@ -123,6 +123,11 @@ class Options:
         return self.ours and self.uses("replicate", "context") and not divided
 
     @property
+    def only_shards(self) -> bool:
+        """Whether our engine divides the parameters over all ranks, and nothing else divides or copies the model."""
+        return self.ours and self.uses("shard") and not self.uses(*(kind for kind in KINDS if kind != "shard"))
+
+    @property
     def is_parallel(self) -> bool:
         return self.uses(*KINDS)
 

@@ -86,8 +86,10 @@ def check_flags(o: Options) -> Options:
         raise UsageError(f"--precision float16 with {o.how} --engine torch: expected bf16, or --engine ours")
     if o.precision == "float16" and o.uses("pipeline"):
         raise UsageError(f"--precision float16 with {o.how}: no loss scale goes through the stages; expected bf16")
-    if o.averaging == "copies" and not o.copies:
-        raise UsageError(f"--averaging copies with {o.how} --engine {o.engine}: expected ddp with --engine ours")
+    if o.averaging == "copies" and not (o.copies or o.only_shards):
+        raise UsageError(
+            f"--averaging copies with {o.how} --engine {o.engine}: expected ddp or fsdp with --engine ours"
+        )
     _check_mixtures(o)
     if o.attention not in ("quickest", "fused") and (o.path == "plain" or o.precision not in ("bf16", "float16")):
         raise UsageError(

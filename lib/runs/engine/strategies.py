@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from lib.ddp import BucketedDDP, average_gradients_flat
 from lib.fast.copies import CopyDDP, share_a_host
+from lib.fast.shards import FullyShardedByCopies
 from lib.fsdp import FullySharded, apply_fully_shard, clip_sharded_gradient_norm_, shard
 from lib.given.parallel.sharding import all_gather_row
 from lib.runs.engine.mesh import Mesh
@@ -25,6 +26,8 @@ from lib.runs.engine.stages import units_of
 from lib.runs.engine.strategy import Strategy
 from lib.runs.engine.tasks import Loss
 from lib.runs.flags import UsageError
+
+BY_COPIES = "copies between GPUs"
 
 
 class Copied(Strategy):
@@ -48,8 +51,8 @@ class Replicated(Strategy):
 
     def wrap(self, loss: Loss) -> nn.Module:
         if self.options.ours:
-            by_copies = takes_copies(self.options, loss)
-            self.opening = f"gradients are averaged by {'copies between GPUs' if by_copies else 'collectives'}"
+            by_copies = takes_copies(self.options, loss.device, [p for p in loss.parameters() if p.requires_grad])
+            self.opening = f"gradients are averaged by {BY_COPIES if by_copies else 'collectives'}"
             return (CopyDDP if by_copies else BucketedDDP)(loss, self.options.bucket_mb)
         devices = [loss.device] if loss.device.type == "cuda" else None
         settings: dict[str, Any] = {"bucket_cap_mb": self.options.bucket_mb, "gradient_as_bucket_view": True}
@@ -94,15 +97,15 @@ def update_in_turn(optimizer: Optimizer, averaging: CopyDDP) -> None:
         p.grad = grad
 
 
-def takes_copies(options: Options, loss: Loss) -> bool:
-    """Whether copy engines average the gradients; all ranks return the same.
+def takes_copies(options: Options, device: torch.device, parameters: list[nn.Parameter]) -> bool:
+    """Whether copy engines send these parameters or their gradients; all ranks return the same.
 
     Raises:
         UsageError: they were asked for and cannot.
     """
     if options.averaging == "collectives":
         return False
-    found = share_a_host(loss.device) and all(p.dtype == torch.float32 for p in loss.parameters() if p.requires_grad)
+    found = share_a_host(device) and all(p.dtype == torch.float32 for p in parameters)
     if options.averaging == "copies" and not found:
         raise UsageError(
             "--averaging copies: not every rank's GPU can read the memory of all others, or a parameter is not "
@@ -160,7 +163,10 @@ class HybridSharded(FullySharded):
 
 
 class Sharded(Strategy):
-    """Chapter 12's ``FullySharded``: parameters are flat shards that mix weights and biases."""
+    """Chapter 12's ``FullySharded``: parameters are flat shards that mix weights and biases.
+
+    If nothing else divides or copies the model, its bytes are sent by copy engines where they can.
+    """
 
     def wrap(self, loss: Loss) -> nn.Module:
         low = loss.task.dtype if loss.task.dtype != torch.float32 else None
@@ -172,12 +178,20 @@ class Sharded(Strategy):
         if self.mesh.size["copies"] > 1:
             wrapped: FullySharded = HybridSharded(loss, copies=self.mesh.group("copies"), **settings)
         else:
-            wrapped = FullySharded(loss, **settings)
+            wrapped = self.alone(loss, settings)
         flats = [(f"unit_{i}.flat_{j}", flat) for i, unit in enumerate(wrapped.flats) for j, flat in enumerate(unit)]
         self.flats: dict[str, Any] = dict(flats)
         if isinstance(wrapped, HybridSharded) and self.mesh.size["expert"] > 1:
             wrapped.pieces = {flat: self.pieces(name) for name, flat in flats}
         return wrapped
+
+    def alone(self, loss: Loss, settings: dict[str, Any]) -> FullySharded:
+        """The model without copies of its shards, which copy engines gather and reduce if all ranks share it."""
+        if not self.options.only_shards:
+            return FullySharded(loss, **settings)
+        by_copies = takes_copies(self.options, loss.device, list(loss.parameters()))
+        self.opening = f"shards and gradients are sent by {BY_COPIES if by_copies else 'collectives'}"
+        return (FullyShardedByCopies if by_copies else FullySharded)(loss, **settings)
 
     def pieces(self, name: str) -> list[tuple[slice, dist.ProcessGroup]]:
         """The parts of a shard that hold experts, or none, and the ranks that hold the same ones."""

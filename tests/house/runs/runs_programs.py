@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
 from lib.fast.copies import CopyDDP
+from lib.fast.shards import FullyShardedByCopies
 from lib.linear_attention import GatedDeltaNet
 from lib.ranks import milestone
 from lib.runs import train_gpt2, train_llama, train_vit
@@ -52,16 +53,21 @@ def run_by_copies(rank: int, world_size: int, commands: list[str], folder: str) 
     """`run_all` as between GPUs that can read each other's memory, which here lies in files."""
     made = iter(range(len(commands)))
 
-    def wrap(loss: torch.nn.Module, bucket_mb: float) -> CopyDDP:
-        own = f"{folder}/{next(made)}"
-        os.makedirs(own, exist_ok=True)
-        return CopyDDP(loss, bucket_mb, places=in_files(own, world_size))
+    def through_files(kind: Any) -> Any:
+        def wrap(*args: Any, **settings: Any) -> torch.nn.Module:
+            own = f"{folder}/{next(made)}"
+            os.makedirs(own, exist_ok=True)
+            return kind(*args, **settings, places=in_files(own, world_size))
+
+        return wrap
 
     in_turn = mock.Mock(wraps=strategies.update_in_turn)
-    here: dict[str, Any] = {"share_a_host": lambda device: True, "CopyDDP": wrap, "update_in_turn": in_turn}
+    here: dict[str, Any] = {"share_a_host": lambda device: True, "update_in_turn": in_turn}
+    here |= {kind.__name__: through_files(kind) for kind in (CopyDDP, FullyShardedByCopies)}
     with mock.patch.multiple(strategies, **here), without_streams():
         results = run_all_fused(rank, world_size, commands)
-    assert in_turn.called == any("--optimizer adamw" in command for command in commands)
+    assert in_turn.called == any("--strategy ddp --optimizer adamw" in command for command in commands)
+    assert next(made, None) is None, "every command's model is wrapped by copies"
     return results
 
 

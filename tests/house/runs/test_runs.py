@@ -148,6 +148,29 @@ def test_copies_average_gradients_as_collectives_do(tmp_path):
 
 
 @pytest.mark.time_limit(100)
+def test_shards_travel_by_copies_as_by_collectives(tmp_path):
+    """In float32 bit by bit: each number is one of two halves' sum. In bf16 copies do not round the mean."""
+    begun = f"{VIT} --strategy fsdp --eval-every 2 --held-out 0.2"
+    ways = [
+        f"{begun} --accumulate 2 --clip 0.1 --weight-decay 0.2 --optimizer adamw",
+        f"{GPT2} --strategy fsdp --optimizer muon",
+        f"{VIT} --strategy fsdp --precision bf16",
+    ]
+    halves = [f"{begun} --steps 2 --checkpoint {tmp_path}/CK", f"{begun} --checkpoint {tmp_path}/CK"]
+    commands = [f"{command} --log {tmp_path}/WAY{i}" for i, command in enumerate([*ways, *halves])]
+    for way, program, *more in (
+        ("collectives", programs.run_all_fused),
+        ("copies", programs.run_by_copies, f"{tmp_path}/memory"),
+    ):
+        named = [f"{c} --averaging {way}".replace("WAY", way).replace("CK", f"ck_{way}") for c in commands]
+        on_ranks(program, named, *more)
+    for i in (0, 1, 4):
+        assert curve(tmp_path / f"copies{i}") == curve(tmp_path / f"collectives{i}"), commands[i]
+    same(tmp_path / "copies2", curve(tmp_path / "collectives2"), 1e-2)
+    assert list(curve(tmp_path / "copies4")) == [2, 3]
+
+
+@pytest.mark.time_limit(100)
 def test_parameters_are_updated_as_their_means_arrive(tmp_path):
     """The norm that clips them is known before: each rank has summed the squares of its part. Added up in this order,
     it has other last bits; without clipping everything has the same.
@@ -389,7 +412,9 @@ def refused(capsys, command: str, *words: str) -> None:
         ("vit --strategy ddp --engine torch --compile whole --bucket-mb 0.5", ("--bucket-mb 0.5", "blocks")),
         ("vit --graph --device cpu", ("--graph", "CUDA")),
         ("vit --graph --strategy tp", ("--graph", "tp", "ddp or fsdp")),
-        ("vit --averaging copies --strategy tp", ("--averaging copies with --strategy tp", "expected ddp")),
+        ("vit --averaging copies --strategy tp", ("--averaging copies with --strategy tp", "expected ddp or fsdp")),
+        ("vit --averaging copies --strategy fsdp --engine torch", ("fsdp --engine torch", "with --engine ours")),
+        ("vit --averaging copies --replicate 2 --shard 2", ("--replicate 2 --shard 2", "expected ddp or fsdp")),
         ("vit --graph --precision float16", ("--graph", "float16", "bf16")),
         ("vit --graph --optimizer ours", ("--graph", "--optimizer ours", "adamw")),
         ("vit --attention flash", ("--attention flash", "float32", "bf16")),
