@@ -96,8 +96,12 @@ if GLUON:
         return gl.BlockedLayout([1, 8], [32 // wide, wide], [4, 1], [1, 0])
 
     @gluon.jit
+    def _full_barriers(CUT: gl.constexpr):
+        return barriers(CUT.stages, 1)
+
+    @gluon.jit
     def _barriers(CUT: gl.constexpr):
-        return barriers(CUT.stages, 1), barriers(CUT.stages, CUT.users)
+        return _full_barriers(CUT), barriers(CUT.stages, CUT.users)
 
     @gluon.jit
     def _place(t, n_rows, n_columns, CUT: gl.constexpr):

@@ -26,8 +26,8 @@ CUT = Cut(columns=128, stages=6, users=1, transposed=True)  # with 192 rows regi
 MOST_BITS = 88  # a logit counts as at most 61 nats above the target's: larger powers would leave bfloat16's range
 
 if GLUON:
-    from lib.fast.gluon import acc, as_box, barriers, copy_out, fence_async_shared, gl, gluon, tma
-    from lib.fast.parts.grouped import _barriers, _place, shared_layout
+    from lib.fast.gluon import acc, as_box, copy_out, fence_async_shared, gl, gluon, tma
+    from lib.fast.parts.grouped import _barriers, _full_barriers, _place, shared_layout
     from lib.fast.parts.mlp import PAIR, _load, _pieces, _product
 
     BITS, LIMIT = gl.constexpr(math.log2(math.e)), gl.constexpr(float(MOST_BITS))
@@ -73,7 +73,7 @@ if GLUON:
         own_s = gl.allocate_shared_memory(x.dtype, [4, 64, 64], shared_layout(64, 64))
         full, empty = _barriers(CUT)
         ring = (x_s, w_s, full, empty)
-        turns = barriers(PAIR.stages, 1)
+        turns = _full_barriers(PAIR)
         used = (own, targets, powers, sums, n_rows, n_columns, n_terms, N, n_vocab, own_s, turns, ring)
         loaded = (x, w, n_rows, n_columns, n_terms, ring)
         first: gl.constexpr = 0

@@ -39,7 +39,6 @@ if GLUON:
     from lib.fast.gluon import (
         acc,
         as_box,
-        barriers,
         copy_in,
         copy_out,
         fence_async_shared,
@@ -53,7 +52,7 @@ if GLUON:
         warpgroup_mma,
         warpgroup_mma_wait,
     )
-    from lib.fast.parts.grouped import _barriers, _place, shared_layout
+    from lib.fast.parts.grouped import _barriers, _full_barriers, _place, shared_layout
 
     PAIR, EIGHT = gl.constexpr(Cut(stages=2, users=1)), gl.constexpr(Cut(stages=8, users=1))
 
@@ -226,7 +225,7 @@ if GLUON:
         own_s = gl.allocate_shared_memory(x.dtype, [8, 64, 64], shared_layout(64, 64))
         full, empty = _barriers(CUT)
         ring = (x_s, w_s, full, empty)
-        turns = barriers(PAIR.stages, 1)
+        turns = _full_barriers(PAIR)
         used = (bias, gelu, slope, n_rows, n_columns, n_terms, F, own_s, turns, ring)
         loaded = (x, w, n_rows, n_columns, n_terms, ring)
         first: gl.constexpr = 0
@@ -253,8 +252,8 @@ if GLUON:
         own_s = gl.allocate_shared_memory(x.dtype, [8, 64, 64], shared_layout(64, 64))
         full, empty = _barriers(CUT)
         ring = (x_s, w_s, full, empty)
-        turns = barriers(PAIR.stages, 1)
-        slopes_full = barriers(EIGHT.stages, 1)
+        turns = _full_barriers(PAIR)
+        slopes_full = _full_barriers(EIGHT)
         used = (slope, out, sums, n_rows, n_columns, n_terms, F, own_s, slopes_full, turns, ring)
         loaded = (x, w, n_rows, n_columns, n_terms, ring)
         first: gl.constexpr = 0
