@@ -36,9 +36,9 @@ def extract_text(html: str | bytes, max_link_density: float = 0.5) -> str:
         Lines, joined by a newline, or by an empty line if a block boundary lies anywhere between the two.
         No newline stands at the ends.
 
-        - **Left out**, with all that is inside: ``LEFT_OUT``. An end tag ends the innermost open element of its name,
-          and what was opened in it. An element without an end tag lasts to the end of the page, but ``<body>`` ends a
-          ``head``.
+        - **Left out**, with all that is inside: ``LEFT_OUT``. Only an end tag of one of these names ends such elements:
+          the innermost open one of its name, and what was opened in it. ``</div>`` ends no ``nav``. An element without
+          an end tag lasts to the end of the page, but ``<body>`` ends a ``head``.
         - **Blocks**: ``BLOCKS``, and each of ``LISTS`` that is in no other list, begin and end with a block boundary.
         - **Lines**: ``LINES``, and inner lists, begin and end a line.
         - A tag counts where it stands: the end tag of a block, a line or a list that nothing opened is a boundary, too.
@@ -50,7 +50,7 @@ def extract_text(html: str | bytes, max_link_density: float = 0.5) -> str:
           in (at least one), and "• ".
         - **Links**: a line with a larger share of linked characters than ``max_link_density`` is dropped.
           The "• " does not count.
-          Links do not nest: the first ``</a>`` ends all that are open.
+          Links do not nest: the first ``</a>`` ends all that are open, and no other tag does.
         - Lines without text vanish.
 
     Source: the first step of CS336's assignment 4.

@@ -258,7 +258,7 @@ def convert_hf_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]
             ``[F, C]``.
 
     Returns:
-        ``router.weight``, ``w1``, ``w2``, ``w3`` and a ``router_bias`` of zeros, contiguous, for
+        ``router.weight``, ``w1``, ``w2``, ``w3``, contiguous and in their dtype, and a ``router_bias`` of zeros, for
         ``MoE(...).load_state_dict``.
 
     Raises:

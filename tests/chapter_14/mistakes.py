@@ -100,6 +100,10 @@ exponentials and their sum are computed in the dtype of x instead of in float32
 - tl.exp(scores - tl.where(largest == -float("inf"), 0.0, largest))
 + tl.exp((scores - tl.where(largest == -float("inf"), 0.0, largest)).to(scores.dtype))
 - tl.sum(weights, axis=0) => tl.sum(weights, axis=0).to(weights.dtype)
+the exponentials are rounded to the dtype of x before they are added and divided
+@@ softmax_kernel
+- tl.exp(scores - tl.where(largest == -float("inf"), 0.0, largest))
++ tl.exp(scores - tl.where(largest == -float("inf"), 0.0, largest)).to(x.dtype.element_ty).to(tl.float32)
 the exponentials are not divided by their sum
 @@ softmax_kernel
 - weights / tl.where(total == 0.0, 1.0, total) => weights

@@ -315,6 +315,13 @@ def test_softmax_rows_sums_in_float32():
     expect_close(run(kernels.softmax_rows, x)[0], torch.full_like(x, 1 / 4096), rtol=1e-3, atol=0, read=SOFTMAX)
 
 
+def test_softmax_rows_rounds_once():
+    case("(8, 300), float16: within half of a float16's last place of the exact result, and 2 % for float32's rounding")
+    x = randn(8, 300, dtype=torch.float16)
+    out, _ = run(kernels.softmax_rows, x)
+    expect_close(out.float(), softmax(x).float(), rtol=0.51 * 2**-10, atol=0.51 * 2**-24, answer=out, read=SOFTMAX)
+
+
 def test_softmax_rows_of_other_strides():
     x = randn(9, 14)
     for name, view in layouts(x).items():

@@ -630,6 +630,10 @@ the loss is right, but each backward starts from a micro-batch's own mean: the g
 + self.loss_grads[i] = None if loss_grad is None else loss_grad / self.loss.shares[i].to(loss_grad)
 a B without a W in the list does only half of the backward: backward_weights is never called
 - or (work.kind == "B" and (i, work.chunk) not in self.weights_later) =>
+one W in the list puts off the weights' gradients of every B, also of those without a W
+- (i, work.chunk) not in self.weights_later => not self.weights_later
+the W of one chunk is taken for the W of all chunks of its micro-batch
+- (i, work.chunk) not in self.weights_later => i not in dict(self.weights_later)
 the weights' gradients are computed with each B, although the list puts them off to a W
 - work.kind == "W" or (work.kind == "B" and (i, work.chunk) not in self.weights_later) => work.kind == "B"
 all outputs are held to the end of the run: the memory that 1F1B saves is spent again

@@ -20,15 +20,16 @@ SHARE = "eq-pipeline-12"
 WIDTH, WORDS = 6, 11
 
 
-class Stage:
+class Stage(nn.Module):
     """A stage with the methods of ``PipelineStage``, which also writes down each call.
 
     Its backward is always in two parts: nothing is added to a parameter's gradient before ``backward_weights``.
     """
 
     def __init__(self, module: Callable[[Tensor], Tensor], stage: int, n_stages: int, group: Any = None):
+        super().__init__()
         self.module, self.stage, self.n_stages, self.group = module, stage, n_stages, group
-        self.parameters = list(module.parameters()) if isinstance(module, nn.Module) else []
+        self.trained = list(module.parameters()) if isinstance(module, nn.Module) else []
         self.kept: dict[int, tuple[Tensor, Tensor]] = {}
         self.grads: dict[int, tuple[Tensor, ...]] = {}
         self.calls: list[tuple[str, int]] = []
@@ -47,14 +48,14 @@ class Stage:
     def backward_micro(self, i: int, grad: Tensor | None = None) -> Tensor | None:
         self.calls.append(("B", i))
         x, y = self.kept.pop(i)
-        wanted = ([x] if x.requires_grad else []) + self.parameters
+        wanted = ([x] if x.requires_grad else []) + self.trained
         found = torch.autograd.grad(y, wanted, grad)
-        self.grads[i] = found[len(wanted) - len(self.parameters) :]
+        self.grads[i] = found[len(wanted) - len(self.trained) :]
         return found[0] if x.requires_grad else None
 
     def backward_weights(self, i: int) -> None:
         self.calls.append(("W", i))
-        for parameter, grad in zip(self.parameters, self.grads.pop(i), strict=True):
+        for parameter, grad in zip(self.trained, self.grads.pop(i), strict=True):
             parameter.grad = grad if parameter.grad is None else parameter.grad + grad
 
 
@@ -107,6 +108,8 @@ def plan(kind: str, rank: int, n_ranks: int, n_micro: int, n_chunks: int = 1) ->
     if kind == "all, then back":  # chunk by chunk
         forwards = [Action("F", m, c) for c in range(n_chunks) for m in range(n_micro)]
         return forwards + [Action("B", m, c) for c in reversed(range(n_chunks)) for m in range(n_micro)]
+    if kind == "one W":  # chunk 0 puts off its last weights, and only those
+        return [*plan("all, then back", rank, n_ranks, n_micro, n_chunks), Action("W", n_micro - 1)]
     ahead = min(n_ranks - rank, n_micro)
     actions = [Action("F", m) for m in range(ahead)]
     for m in range(n_micro):

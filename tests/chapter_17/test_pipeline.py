@@ -1338,8 +1338,9 @@ def test_run_schedule_equals_one_process(ranks):
 
 @pytest.mark.time_limit(30)
 def test_run_schedule_with_chunks(ranks):
-    case("2 ranks with 2 or 3 chunks each: three schedules beside one process")
-    ranks(programs.several, [("all, then back", 4, 2), ("one by one", 3, 2), ("all, then back", 2, 3)], n_ranks=2)
+    case("2 ranks with 2 or 3 chunks each: four schedules beside one process")
+    cases = [("all, then back", 4, 2), ("one by one", 3, 2), ("all, then back", 2, 3), ("one W", 3, 2)]
+    ranks(programs.several, cases, n_ranks=2)
 
 
 @pytest.mark.time_limit(30)

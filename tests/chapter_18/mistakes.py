@@ -103,6 +103,8 @@ the stream is made whole again after each layer by all-reduces, and cut at the e
 + return cut(x + ReduceFromRegion.apply(h, self.group) + mlp_bias, 1, self.group)
 the part of the weights is chosen by the rank in the world instead of the rank in the group
 - rank, n_ranks = dist.get_rank(group) => rank, n_ranks = dist.get_rank() % dist.get_world_size(group)
+the gradients of whole parameters are summed over all ranks instead of over those of the group
+- CopyToRegion.apply(whole, self.group) => CopyToRegion.apply(whole, None)
 this rank's features are split into all H heads instead of its own H/R: each head is too narrow
 - self.group, self.n_local_heads = group, equal_part(block.attn.n_heads, n_ranks, "n_heads")
 + equal_part(block.attn.n_heads, n_ranks, "n_heads")

@@ -167,6 +167,10 @@ def run_block(rank, world_size):
     module = cp.SequenceParallelBlock(block)
     more = [name for name, p in module.named_parameters() if p.untyped_storage().nbytes() > p.nbytes]
     expect_true(not more, f"views of larger tensors, which stay in memory: {', '.join(more)}", answer=more, read=BLOCK)
+    places = {p.untyped_storage().data_ptr() for p in block.parameters()}
+    shared = [name for name, p in module.named_parameters() if p.untyped_storage().data_ptr() in places]
+    problem = f"the block's own parameters, not copies: {', '.join(shared)}"
+    expect_true(not shared, problem, answer=shared, read="the contract, under Args: block")
     mine = whole.chunk(world_size, 1)[rank].clone().requires_grad_()
     milestone("forward")
     out = module(mine)
@@ -199,13 +203,15 @@ def block_in_group(rank, world_size):
     case(f"groups of the ranks (0, 2) and (1, 3), B=2 T=12 C=8 H=4, float64; rank {rank}")
     group = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
     block, whole = a_block(), randn(2, 12, 8, seed=50 + rank % 2, dtype=torch.float64)
-    out = cp.SequenceParallelBlock(block, group)(whole.chunk(2, 1)[rank // 2])
-    expect_close(out, block(whole).chunk(2, 1)[rank // 2], **FLOAT64, read="the contract, under Args: group")
-
-
-@pytest.mark.time_limit(20)
-def test_SequenceParallelBlock_in_a_group(ranks):
-    ranks(block_in_group, n_ranks=4)
+    module, expected = cp.SequenceParallelBlock(block, group), block(whole)
+    out = module(whole.chunk(2, 1)[rank // 2])
+    expect_close(out, expected.chunk(2, 1)[rank // 2], **FLOAT64, read="the contract, under Args: group")
+    upstream = randn(2, 12, 8, seed=52 + rank % 2, dtype=torch.float64)
+    expected.backward(upstream)
+    out.backward(upstream.chunk(2, 1)[rank // 2])
+    theirs = {name: p.grad for name, p in block.named_parameters() if name.startswith("ln_")}
+    found = {name: p.grad for name, p in module.named_parameters() if name in theirs}
+    expect_close(found, theirs, atol=1e-9, rtol=1e-9, name="gradients", read="the contract, under Args: group")
 
 
 @pytest.mark.time_limit(20)
@@ -223,6 +229,11 @@ def test_SequenceParallelBlock_equals_the_block(ranks, n_ranks):
         volume = ring_volume(ledger) - 2 * (n_ranks - 1) / n_ranks * reduced
         expected = 4 * 2 * (n_ranks - 1) / n_ranks * whole
         expect_close(volume, expected, name="bytes of gathers and scatters, as in a ring", read=BLOCK)
+
+
+@pytest.mark.time_limit(20)
+def test_SequenceParallelBlock_in_a_group(ranks):
+    ranks(block_in_group, n_ranks=4)
 
 
 def kept_by_block(rank, world_size):

@@ -300,6 +300,11 @@ the weights are taken out of the dictionary given, which must stay as it is
 + return found
 only missing names are refused, unknown ones are passed over
 - ^ set(state_dict) => - set(state_dict)
+the experts are counted by the names that are there, so nobody misses the last one: `gate.weight` has E rows
+- len(state_dict.get("gate.weight", ()))
++ len({n.split(".")[1] for n in state_dict if n.count(".") == 3} or state_dict.get("gate.weight", ()))
+all weights become float32: the dictionary should hold them in the dtype that they have
+- w.transpose(1, 2).contiguous() => w.float().transpose(1, 2).contiguous()
 the router's bias is missing
 + return {n: t for n, t in _names(state_dict).items() if n != "router_bias"}
 the matrices are not transposed: they still are [out, in]

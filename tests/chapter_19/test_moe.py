@@ -963,12 +963,18 @@ def single_weights(state):
     return found
 
 
+def are_contiguous(answer):
+    strided = [name for name, t in answer.items() if not t.is_contiguous()]
+    expect_equal(strided, [], name="weights that are not contiguous", read="the contract, under Returns")
+
+
 def test_convert_hf_state_dict_of_joined_experts():
     case("12 experts of width 5, dim 6, as the installed library keeps them")
     state = joined_weights(n_experts=12)
     before = {name: t.clone() for name, t in state.items()}
     answer = moe.convert_hf_state_dict(state)
     expect_close(dict(sorted(answer.items())), expected_conversion(state), read="the contract")
+    are_contiguous(answer)
     lost = [name for name in before if name not in state]
     expect_equal(
         lost, [], name="names that the dictionary given has lost", answer=answer, read="the contract: left unchanged"
@@ -981,8 +987,23 @@ def test_convert_hf_state_dict_of_single_experts():
     state = joined_weights(n_experts=12)
     answer = moe.convert_hf_state_dict(dict(sorted(single_weights(state).items())))
     expect_close(dict(sorted(answer.items())), expected_conversion(state), read="the contract")
-    strided = [name for name, t in answer.items() if not t.is_contiguous()]
-    expect_equal(strided, [], name="weights that are not contiguous", read="the contract, under Returns")
+    are_contiguous(answer)
+
+
+def test_convert_hf_state_dict_keeps_dtypes():
+    case("12 experts of width 5, dim 6, in bfloat16, as both keep them")
+    state = {name: t.bfloat16() for name, t in joined_weights(n_experts=12).items()}
+    for kept in (state, single_weights(state)):
+        answer = moe.convert_hf_state_dict(kept)
+        changed = {name: t.dtype for name, t in answer.items() if name != "router_bias" and t.dtype != torch.bfloat16}
+        expect_equal(changed, {}, name="weights of another dtype", answer=answer, read="the contract, under Returns")
+
+
+def test_convert_hf_state_dict_refuses_an_expert_too_few():
+    case("a router for 4 experts, and all names of expert 3 are missing")
+    gone = [f"experts.3.{w}.weight" for w in ("w1", "w2", "w3")]
+    with expect_raises(ValueError, *gone, read=RAISES):
+        moe.convert_hf_state_dict({n: t for n, t in single_weights(joined_weights()).items() if n not in gone})
 
 
 @pytest.mark.parametrize("gone", ["gate.weight", "experts.down_proj", "experts.gate_up_proj", "experts.2.w3.weight"])

@@ -214,6 +214,9 @@ without a past and without a tensor it returns 1 instead of raising
 # Float8Linear
 gradients are e4m3fn, as activations are
 - torch.float8_e5m2 if name == "grad" else torch.float8_e4m3fn => torch.float8_e4m3fn
+gradients are e5m2, but their scale maps onto e4m3fn's largest number, and small gradients become 0
+- absmax_scale(tensor, dtype, => absmax_scale(tensor, torch.float8_e4m3fn,
+- self.past[name].scale(dtype, tensor) => self.past[name].scale(torch.float8_e4m3fn, tensor)
 activations and weights are e5m2, as gradients are
 - torch.float8_e5m2 if name == "grad" else torch.float8_e4m3fn => torch.float8_e5m2
 'rowwise' gives a scale to each entry along the sum, which a product cannot take out of it
@@ -239,6 +242,8 @@ nothing is scaled: numbers are cast as they are
 - self.past[name].update(tensor)
 + if first:
 +     self.past[name].update(tensor)
+'delayed' chooses a gradient's scale in the product with the weight only, which a frozen input never asks for
+- and first: => and (name != "grad" or tensor.shape[1] == len(self.weight)) and (name == "grad" or first):
 activations, weights and gradients share one history
 - {name: DelayedScale() for name in ("x", "weight", "grad")} => dict.fromkeys(("x", "weight", "grad"), DelayedScale())
 only the forward product is in float8: backward multiplies the unrounded tensors

@@ -717,6 +717,37 @@ def test_Float8Linear_and_its_gradients(recipe, sizes):
     expect_close(linear.bias.grad, g.sum(0), **close, name="bias.grad", read="the contract: the bias")
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_Float8Linear_when_only_one_factor_needs_a_gradient(recipe):
+    close: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-3}
+    for frozen in ("x", "weight"):
+        case(f"{recipe}, x (6, 20), weight [12, 20], of which {frozen} needs no gradient")
+        layer, linear, x, grad = layer_and_inputs(recipe)
+        x.requires_grad_(frozen != "x")
+        linear.weight.requires_grad_(frozen != "weight")
+        y = layer(x)
+        y.backward(grad)
+        found = [name for name, t in (("x", x), ("weight", linear.weight)) if t.grad is not None]
+        expect_equal(found, ["weight" if frozen == "x" else "x"], name="what got a gradient", answer=y, read=LAYER)
+        if frozen == "x":
+            expected = rounded(grad.T, E5M2, recipe, 1) @ rounded(x, E4M3, recipe, 0)
+            expect_close(linear.weight.grad, expected.float(), **close, name="weight.grad", answer=y, read=LAYER)
+        else:
+            expected = rounded(grad, E5M2, recipe, 1) @ rounded(linear.weight, E4M3, recipe, 0)
+            expect_close(x.grad, expected.float(), **close, name="x.grad", answer=y, read=LAYER)
+
+
+@pytest.mark.parametrize("recipe", ["dynamic", "delayed", "blockwise"])
+def test_Float8Linear_keeps_small_gradients(recipe):
+    case(f"{recipe}: gradients of 1 and of 1e-8, which is 5.7e-4 if e5m2's 57,344 stands for 1")
+    layer, linear, x, _ = layer_and_inputs(recipe, (2,))
+    grad = torch.tensor([1.0, 1e-8])[:, None].expand(2, 12).contiguous()
+    y = layer(x.requires_grad_())
+    y.backward(grad)
+    expected = rounded(grad, E5M2, recipe, 1) @ rounded(linear.weight.detach(), E4M3, recipe, 0)
+    expect_close(x.grad, expected.float(), rtol=1e-3, atol=1e-11, name="x.grad", answer=x.grad, read=LAYER)
+
+
 def test_Float8Linear_delayed_uses_the_past():
     case(
         "delayed: a second step whose inputs, weights and gradients are 4 times as large saturates at the first step's"

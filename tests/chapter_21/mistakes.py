@@ -279,6 +279,8 @@ a weight of 0 times an old block's infinity or NaN is NaN: the values are not ma
 - x.masked_fill(~mask[:, None, :, None], 0), q => x, q
 layer 0 is read, whatever the layer
 + return reference.paged_attention(q, cache, sequences, 0, n_parts)
+a sequence has as many positions in every layer as in layer 0: in the middle of a step it has not
+- table, lengths = table_of(cache, sequences, layer) => table, lengths = table_of(cache, sequences)
 query heads that share a key head are taken to be n_kv_heads apart instead of next to each other
 - repeat_kv(x.masked_fill(~mask[:, None, :, None], 0), q.shape[1] // x.shape[1])
 + x.masked_fill(~mask[:, None, :, None], 0).repeat(1, q.shape[1] // x.shape[1], 1, 1)
@@ -300,6 +302,8 @@ the first part alone is returned
 - while len(o) > 1: => while False:
 n_parts is ignored: the kernel is never launched
 + return reference.paged_attention(q, cache, sequences, layer)
+one part is taken for no number of parts: with n_parts=1 the kernel is launched, too
++ return reference.paged_attention(q, cache, sequences, layer, None if n_parts == 1 else n_parts)
 the output has the dtype of the sums, not of the queries
 + return reference.paged_attention(q, cache, sequences, layer, n_parts).float()
 with n_parts the output stays float32, whatever the dtype of the queries

@@ -565,6 +565,15 @@ def test_paged_attention_ragged(heads, groups, layer):
     expect_close(answer, plainly(q, plain, sequences, layer), read=ATTEND)
 
 
+def test_paged_attention_in_the_middle_of_a_step():
+    case("sequences of 5 and 9 positions in layer 0, and of one less in layer 1, which has not had its turn yet")
+    cache, plain = stored([5, 9])
+    cache.lengths = {1: [5, 4], 2: [9, 8]}
+    before = {i: (k[:, :, :-1], v[:, :, :-1]) for i, (k, v) in plain.items()}
+    q = randn(2, 4, 8, seed=7)
+    expect_close(serving.paged_attention(q, cache, [1, 2], 1), plainly(q, before, [1, 2], 1), read=ATTEND)
+
+
 @pytest.mark.parametrize("rubbish", [1e4, math.inf, math.nan])
 def test_paged_attention_ignores_what_is_behind_a_sequence(rubbish):
     case(f"sequences of 3 and 6 positions in blocks of 4; everything else in the pool is {rubbish}")
@@ -614,7 +623,7 @@ def test_paged_attention_in_parts_has_the_dtype_of_the_queries():
 
 @pytest.mark.skipif(not HAS_TRITON, reason=NO_TRITON)
 def test_paged_attention_in_parts_launches_the_kernel(monkeypatch):
-    case("n_parts=4, one sequence of 40 positions with 2 key heads: the grid of each launch")
+    case("n_parts=4, then n_parts=1, one sequence of 40 positions with 2 key heads: the grid of each launch")
     grids, kernel = [], paged.paged_attention_kernel
 
     class Watched:
@@ -624,8 +633,9 @@ def test_paged_attention_in_parts_launches_the_kernel(monkeypatch):
 
     monkeypatch.setattr(paged, "paged_attention_kernel", Watched())
     cache, _ = stored([40], device=DEVICE)
-    serving.paged_attention(randn(1, 4, 8).to(DEVICE), cache, [1], n_parts=4)
-    expect_equal(grids, [(1, 2, 4)], name="grids", read=PARTS)
+    for n_parts in (4, 1):
+        serving.paged_attention(randn(1, 4, 8).to(DEVICE), cache, [1], n_parts=n_parts)
+    expect_equal(grids, [(1, 2, 4), (1, 2, 1)], name="grids", read=PARTS)
 
 
 # ---- PrefixTree ------------------------------------------------------------------------------------------------------

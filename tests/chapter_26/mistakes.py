@@ -41,6 +41,14 @@ two cells of a row run into one word
 spaces inside of "pre" are taken for those of other text
 @@ _Page.handle_starttag
 - self.lines.n_pre += tag == "pre" => self.lines.n_pre += 0
+cells of a heading run into one word: "th" is a cell, too
+@@ _Page.handle_starttag
+- ("td", "th") => ("td",)
+a tag inside of what is left out still ends a line
+@@ _Page.handle_starttag
+- if self.left_out: => if self.left_out and not self.lines.break_at(tag, False):
+a line whose share of links equals the limit is dropped: only a larger share is too much
+- pages.Lines(max_link_density) => pages.Lines(max_link_density - 1e-9)
 a link never ends, so all later lines count as links
 @@ _Page.handle_endtag
 - self.lines.in_link &= tag != "a" => self.lines.in_link &= True

@@ -45,6 +45,8 @@ PAGES = {
     ),
     "an end tag ends what was opened in it": ("a<nav>b<form>c</nav>d<aside>e", "ad"),
     "an end tag in what is left out, of another name": ("a<nav>b</div></form>c</nav>d", "ad"),
+    "what is left out marks nothing": ("a<nav><p>b<ul><li>c<pre><a></nav>d  e", "ad e"),
+    "an end tag of what is outside": ("<p>a<nav>b</p>c</nav>d", "ad"),
     "the innermost of two": ("a<nav>b<nav>c</nav>d</nav>e", "ae"),
     "never ended": ("<p>a<p>b<header>c<p>d<body>e", "a\n\nb"),
     "a head without an end": ("<head><style>x</style><title>T<body>text", "text"),
@@ -52,9 +54,11 @@ PAGES = {
     "lines": ("a<br>b<dt>c<dd>d</dd>e<tr>f", "a\nb\nc\nd\ne\nf"),
     "other tags vanish": ("un<b>believ</b>able<span>!</span><custom-tag>?", "unbelievable!?"),
     "a block boundary anywhere between": ("a<br><p></p><br>b<br><br>c", "a\n\nb\nc"),
-    "cells": ("<table><tr><td>a</td><td>b</td></tr><tr><th>c<th> d </table>", "a b\nc d"),
+    "cells": ("<table><tr><td>a</td><td>b</td></tr><tr><th>c<th>d<th> e </table>", "a b\nc d e"),
     "spaces": ("<p> a \t\r\n\f&nbsp;  b <b> c</b> \u00a0</p>", "a b c"),
+    "other white space stays": ("<p>a\u2003 b\u2003\u2003c\vd", "a\u2003 b\u2003\u2003c\vd"),
     "pre": ("<pre>\nif x:\n    y  z \t\n\n\tw\n</pre>after", "if x:\n    y  z\n\n\tw\n\nafter"),
+    "lines of pre": ("<pre>a\r\nb\u2028c\vd</pre>", "a\nb\u2028c\vd"),
     "a list": ("x<ul><li>a<li>b</li></ul>y", "x\n\n  • a\n  • b\n\ny"),
     "a list in a list": (
         "<ol><li>a<ul><li>b<br>c</li></ul>d</li><li><p>e</p>f</ol>",
@@ -82,8 +86,9 @@ def test_extract_text_by_hand(name):
 @pytest.mark.parametrize(
     ("page", "density", "expected"),
     [
-        ("<p><a>home</a> <a>news</a> | x<p>text <a>link</a>", 0.5, "text link"),
+        ("<p><a>home</a> <a>news</a> | x<p>more text, <a>link</a>", 0.5, "more text, link"),
         ("<p><a>ab</a> c d<p><a>abc</a> d", 0.5, "ab c d"),
+        ("<p><a>abc</a> d e", 0.5, ""),
         ("<p><a>abc</a> defg hij<p><a>abcd</a> efg hij", 0.3, "abc defg hij"),
         ("<p><a>ab</a> c<br>d", 1.0, "ab c\nd"),
         ("<p><a>a</a> bcd<p>e", 0.0, "e"),
@@ -91,6 +96,8 @@ def test_extract_text_by_hand(name):
         ("<ul><li><a>abcd</a><br>text</ul>", 0.5, "text"),
         ("a<p><a>b</a></p><br>c", 0.5, "a\n\nc"),
         ("<p><a>ab <a>c</a> def</a>", 0.5, "ab c def"),
+        ("<p><a>a</p>bc</a><p>d", 0.5, "d"),
+        ("<pre>x\n<a>abc</a>\ny</pre>", 0.5, "x\ny"),
     ],
     ids=str,
 )
