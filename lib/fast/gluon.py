@@ -61,8 +61,8 @@ if GLUON:
     def barriers(N: gl.constexpr, COUNT: gl.constexpr):
         """N barriers, of which each opens after COUNT arrivals.
 
-        Some role must use them. Else the compiler gives their memory to numbers, and when two programs share the GPU,
-        it writes barriers over these.
+        Some role must use them. The compiler gives the memory of barriers that nobody uses to other data, and on GPUs
+        that several processes shared, such data was overwritten.
         """
         made = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
         for i in gl.static_range(N):

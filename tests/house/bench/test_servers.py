@@ -42,3 +42,14 @@ def test_each_server_gets_the_folder_and_only_one_a_small_cache():
     assert all(str(folder) in line and "8199" in line for line in words.values())
     assert [name for name, line in words.items() if "--blocks" in line] == [servers.TIGHT]
     assert sorted(sum(servers.SERVERS.values(), ())) == sorted(servers.LOADS)
+
+
+def test_a_divided_server_is_told_its_ranks_and_one_prompt_at_a_time_waits_for_its_answer():
+    folder, asked = Path("llama"), options()
+    assert "--tensor" not in servers.command(servers.BOOK, folder, asked)
+    asked.ranks = 2
+    line = servers.command(servers.BOOK, folder, asked)
+    assert line[line.index("--tensor") + 1] == "2"
+    words = servers.load_words(servers.ALONE, 1.0, folder, asked)
+    assert words[: words.index("--prompt-words")] == ["--streams", "1"]
+    assert "--rate" not in words
