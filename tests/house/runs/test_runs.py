@@ -129,6 +129,16 @@ def test_flat_shards_decay_where_a_whole_model_does_and_keep_nothing_for_it(tmp_
         same(tmp_path / f"{name}.fsdp", curve(tmp_path / name))
 
 
+def run_both_ways(commands, by_collectives, tmp_path):
+    """Run commands on ranks by collectives and by copies, with WAY and CK in them replaced by names for each way."""
+    for way, program, *more in (
+        ("collectives", by_collectives),
+        ("copies", programs.run_by_copies, f"{tmp_path}/memory"),
+    ):
+        named = [f"{c} --averaging {way}".replace("WAY", way).replace("CK", f"ck_{way}") for c in commands]
+        on_ranks(program, named, *more)
+
+
 @pytest.mark.time_limit(100)
 def test_copies_average_gradients_as_collectives_do(tmp_path):
     """Bit by bit, because two numbers have one sum, and the norm that clips is computed in the same way."""
@@ -136,12 +146,7 @@ def test_copies_average_gradients_as_collectives_do(tmp_path):
     ways = [f"{begun} --accumulate 2 --clip 0.1", f"{GPT2} --strategy ddp --optimizer muon --bucket-mb 0.01"]
     halves = [f"{begun} --steps 2 --checkpoint {tmp_path}/CK", f"{begun} --checkpoint {tmp_path}/CK"]
     commands = [f"{command} --log {tmp_path}/WAY{i}" for i, command in enumerate([*ways, *halves])]
-    for way, program, *more in (
-        ("collectives", programs.run_all),
-        ("copies", programs.run_by_copies, f"{tmp_path}/memory"),
-    ):
-        named = [f"{c} --averaging {way}".replace("WAY", way).replace("CK", f"ck_{way}") for c in commands]
-        on_ranks(program, named, *more)
+    run_both_ways(commands, programs.run_all, tmp_path)
     for i in (0, 1, 3):
         assert curve(tmp_path / f"copies{i}") == curve(tmp_path / f"collectives{i}"), commands[i]
     assert list(curve(tmp_path / "copies3")) == [2, 3]
@@ -158,12 +163,7 @@ def test_shards_travel_by_copies_as_by_collectives(tmp_path):
     ]
     halves = [f"{begun} --steps 2 --checkpoint {tmp_path}/CK", f"{begun} --checkpoint {tmp_path}/CK"]
     commands = [f"{command} --log {tmp_path}/WAY{i}" for i, command in enumerate([*ways, *halves])]
-    for way, program, *more in (
-        ("collectives", programs.run_all_fused),
-        ("copies", programs.run_by_copies, f"{tmp_path}/memory"),
-    ):
-        named = [f"{c} --averaging {way}".replace("WAY", way).replace("CK", f"ck_{way}") for c in commands]
-        on_ranks(program, named, *more)
+    run_both_ways(commands, programs.run_all_fused, tmp_path)
     for i in (0, 1, 4):
         assert curve(tmp_path / f"copies{i}") == curve(tmp_path / f"collectives{i}"), commands[i]
     same(tmp_path / "copies2", curve(tmp_path / "collectives2"), 1e-2)
