@@ -25,7 +25,7 @@ from lib.fast.parts.early import launch_early
 from lib.fast.parts.narrow import MANY_ROWS, SOME_ROWS, Narrow, NarrowLinear, few_rows, join, widen
 from lib.fast.parts.one_row import one_row
 from lib.fast.parts.packed import Packed, block_attention_kernel, pointers
-from lib.fast.parts.rows import add_norm, embed, gate, merge, rotate_and_store
+from lib.fast.parts.rows import add_norm, embed, gate, rotate_and_store
 from lib.given.kernels.mode import HAS_TRITON, INTERPRETED, triton
 
 GRAPH_ROWS = 256  # of the largest graph that attends row by row; sequences of any graph at most
@@ -151,6 +151,7 @@ class Steps:
         self.fields = host[:n_fields].view(FIELDS, -1).numpy()
         self.tables = host[n_fields:].view(-1, width).numpy()
         self.sampled = torch.zeros(max(n_rows, GRAPH_ROWS), dtype=torch.int64, device=self.device)
+        self._arrived = torch.zeros(GRAPH_ROWS, cache.keys.shape[3], dtype=torch.int32, device=self.device)
         self.n_rows, self.tile_queries = n_rows, max(1, ROWS // heads_of(self.config.n_heads // cache.keys.shape[3]))
         self.tiled_rows = TILED_ROWS if self.waits_for_nothing else ()
         longest = self._tiled_end(self._tiled_size(n_rows))
@@ -291,7 +292,8 @@ class Steps:
         def attend(i: int, qkv: Tensor) -> Tensor:
             if self._alone(x):
                 pools = self.cache.keys[i], self.cache.values[i]
-                return one_row_attention(qkv[0], self.model.rope, fields[2], *pools, tables, fields[3], parts, TILE)
+                rope, where = self.model.rope, (tables, fields[3], self._arrived)
+                return one_row_attention(qkv[0], rope, fields[2], *pools, *where, parts, TILE)
             return self._attend_to_blocks(
                 i, self._stored(i, qkv, fields[1], fields[2], x.dtype), tables, fields[3], parts
             )
@@ -357,28 +359,28 @@ class Steps:
         return nn.functional.linear(normed, self.model.output.weight).float()
 
     def _n_parts(self, batch: int) -> int:
-        """Parts of a sequence's positions, a power of two: about four programs a processor, at most one part a tile."""
-        n_tiles = -(-self.config.context_len // TILE)
-        most = min(MOST_PARTS, n_tiles, 4 * self.processors // max(1, batch * self.cache.keys.shape[3]))
-        return 1 << max(0, most.bit_length() - 1)
+        """Parts of a sequence's positions, a power of two: as many as give each processor one program, but four where
+        no processor then has more than four. At most one part a tile.
+        """
+        n_tiles, n_programs = -(-self.config.context_len // TILE), batch * self.cache.keys.shape[3]
+        most = max(self.processors // n_programs, min(4, 4 * self.processors // n_programs))
+        return 1 << max(0, min(MOST_PARTS, n_tiles, most).bit_length() - 1)
 
     def _attend_to_blocks(self, i: int, queries: Tensor, tables: Tensor, lengths: Tensor, n_parts: int) -> Tensor:
         keys, values, batch = self.cache.keys[i], self.cache.values[i], len(queries)
         (_, size, n_kv_heads, width), n_heads = keys.shape, self.config.n_heads
-        kind = torch.float32 if n_parts > 1 else queries.dtype
-        o = torch.empty(n_parts, batch, n_heads, width, dtype=kind, device=queries.device)
-        lse = torch.empty(n_parts, batch, n_heads, dtype=torch.float32, device=queries.device)
+        o = torch.empty(n_parts, batch, n_heads, width, dtype=torch.float32, device=queries.device)
+        lse, out = torch.empty_like(o[..., 0]), queries.new_empty(batch, n_heads, width)
         (k, k_scales, largest), (v, v_scales, _) = pointers(keys), pointers(values)
-        few, n_bytes = batch <= SOME_ROWS, triton.next_power_of_2(width) * k.element_size()
-        is_long = not few and width * queries.element_size() <= 256  # of which shared memory has room for two
+        is_long = width * queries.element_size() <= 256  # of which shared memory has room for two
         block_attention_kernel[(batch, n_kv_heads, n_parts)](
-            queries, k, v, k_scales, v_scales, tables, lengths, o, lse, width**-0.5, n_heads, tables.shape[1],
-            SIZE=size, GROUP=n_heads // n_kv_heads, D=width, WIDTH=triton.next_power_of_2(width),
+            queries, k, v, k_scales, v_scales, tables, lengths, o, lse, self._arrived, out, width**-0.5, n_heads,
+            tables.shape[1], SIZE=size, GROUP=n_heads // n_kv_heads, D=width, WIDTH=triton.next_power_of_2(width),
             ROWS=max(16, triton.next_power_of_2(n_heads // n_kv_heads)), COLS=TILE << is_long,
-            SCALED=largest > 0, LINES=triton.cdiv(n_bytes, 128) if few else 0,
-            num_warps=4, num_stages=2 if is_long else 3, **launch_early(queries.device),
+            SCALED=largest > 0, PARTS=n_parts, num_warps=4, num_stages=2 if is_long else 3,
+            **launch_early(queries.device),
         )  # fmt: skip
-        return merge(o, lse, queries.dtype) if n_parts > 1 else o[0]
+        return out
 
 
 def batch_size(n: int) -> int:

@@ -11,8 +11,7 @@ from jaxtyping import Complex, Float, Int
 from torch import Tensor
 
 from lib.fast.parts.early import launch_early, wait_for_the_kernel_ahead
-from lib.fast.parts.packed import pointers
-from lib.fast.parts.rows import merge
+from lib.fast.parts.packed import is_last, merged, pointers
 from lib.given.kernels.mode import tl, triton
 
 
@@ -55,20 +54,20 @@ def tile_of_cache(
 
 @triton.jit
 def one_row_attention_kernel(
-    qkv, rope, slots, keys, values, key_scales, value_scales, tables, lengths, o, lse, scale, H, G,
+    qkv, rope, slots, keys, values, key_scales, value_scales, tables, lengths, o, lse, arrived, out, scale, H, G,
     SIZE: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
-    COLS: tl.constexpr, LARGEST: tl.constexpr, EARLY: tl.constexpr,
+    COLS: tl.constexpr, LARGEST: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Rotate the queries of one token that share a key head, and its key; attend to one part of the positions; store
     key and value, if the part has the last position.
 
     Arguments as of `lib.fast.parts.rows.rotate_and_store_kernel` and of
-    `lib.fast.parts.packed.block_attention_kernel`. The grid is (key heads, parts).
+    `lib.fast.parts.packed.block_attention_kernel`. The grid is (key heads, PARTS).
     """
-    g, part, n_parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    g, part = tl.program_id(0), tl.program_id(1)
     rows, dims, length, slot = tl.arange(0, ROWS), tl.arange(0, WIDTH), tl.load(lengths), tl.load(slots)
     n_tiles, last, is_dim = tl.cdiv(length, COLS), length - 1, dims < D
-    begin, end = part * n_tiles // n_parts, (part + 1) * n_tiles // n_parts
+    begin, end = part * n_tiles // PARTS, (part + 1) * n_tiles // PARTS
     dtype: tl.constexpr = qkv.dtype.element_ty
     stored: tl.constexpr = keys.dtype.element_ty
     key, value, key_scale, value_scale = tile_of_cache(
@@ -117,15 +116,21 @@ def one_row_attention_kernel(
         weights = (weights * weight[None, :]).to(dtype)
         acc = tl.dot(weights, value_here, acc * decay[:, None], input_precision="ieee")
         m = m_new
-    total, row = tl.where(total == 0.0, 1.0, total), part * H + g * GROUP + rows
-    to = o + row[:, None] * D + dims[None, :]
-    tl.store(to, (acc / total[:, None]).to(o.dtype.element_ty), mask=is_query)
-    tl.store(lse + row, m + tl.log(total), mask=rows < GROUP)
+    total, row = tl.where(total == 0.0, 1.0, total), g * GROUP + rows
+    mean, to = acc / total[:, None], row[:, None] * D + dims[None, :]
+    if PARTS > 1:
+        tl.store(o + part * H * D + to, mean, mask=is_query)
+        tl.store(lse + part * H + row, m + tl.log(total), mask=rows < GROUP)
+        if is_last(arrived + g, PARTS):
+            mean = merged(o, lse, row, H, dims, rows < GROUP, D, PARTS)
+            tl.store(out + to, mean.to(dtype), mask=is_query)
+    else:
+        tl.store(out + to, mean.to(dtype), mask=is_query)
 
 
 def one_row_attention(
     qkv: Float[Tensor, "1 hggd"], rope: Complex[Tensor, "t half_d"], slots: Int[Tensor, " 1"], keys: Any, values: Any,
-    tables: Int[Tensor, "b m"], lengths: Int[Tensor, " 1"], n_parts: int, columns: int,
+    tables: Int[Tensor, "b m"], lengths: Int[Tensor, " 1"], arrived: Int[Tensor, "1 g"], n_parts: int, columns: int,
 ) -> Float[Tensor, "1 h d"]:  # fmt: skip
     """Attention of one token to its sequence and itself; its key and value are written into a layer's blocks.
 
@@ -137,6 +142,7 @@ def one_row_attention(
         values: The same.
         tables: The blocks of the sequence, in the first row.
         lengths: Its positions, the new one counted.
+        arrived: int32, zeros before and after.
         n_parts: Parts of the positions, a power of two.
         columns: Positions that a program reads at a time.
     """
@@ -144,13 +150,12 @@ def one_row_attention(
     (k, k_scales, largest), (v, v_scales, _) = pointers(keys), pointers(values)
     n_heads = qkv.shape[1] // width - 2 * n_kv_heads
     group = n_heads // n_kv_heads
-    kind = torch.float32 if n_parts > 1 else qkv.dtype
-    o = torch.empty(n_parts, 1, n_heads, width, dtype=kind, device=qkv.device)
-    lse = torch.empty(n_parts, 1, n_heads, dtype=torch.float32, device=qkv.device)
+    o = torch.empty(n_parts, n_heads, width, dtype=torch.float32, device=qkv.device)
+    lse, out = torch.empty_like(o[..., 0]), qkv.new_empty(1, n_heads, width)
     one_row_attention_kernel[(n_kv_heads, n_parts)](
-        qkv, torch.view_as_real(rope), slots, k, v, k_scales, v_scales, tables, lengths, o, lse, width**-0.5, n_heads,
-        n_kv_heads, SIZE=size, GROUP=group, D=width, WIDTH=triton.next_power_of_2(width),
-        ROWS=max(16, triton.next_power_of_2(group)), COLS=columns, LARGEST=largest, num_warps=4, num_stages=1,
-        **launch_early(qkv.device),
+        qkv, torch.view_as_real(rope), slots, k, v, k_scales, v_scales, tables, lengths, o, lse, arrived, out,
+        width**-0.5, n_heads, n_kv_heads, SIZE=size, GROUP=group, D=width, WIDTH=triton.next_power_of_2(width),
+        ROWS=max(16, triton.next_power_of_2(group)), COLS=columns, LARGEST=largest, PARTS=n_parts, num_warps=4,
+        num_stages=1, **launch_early(qkv.device),
     )  # fmt: skip
-    return merge(o, lse, qkv.dtype) if n_parts > 1 else o[0]
+    return out

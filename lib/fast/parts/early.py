@@ -38,12 +38,7 @@ def ask_for_rows(base, rows, n_rows, row_bytes, n_bytes, LINES: tl.constexpr):
     row = tl.minimum(rows, n_rows - 1).to(tl.int64)[:, None] * row_bytes
     for start in range(0, n_bytes, 128 * LINES):
         at = tl.minimum(start + 128 * tl.arange(0, LINES), n_bytes - 1)
-        ask_for(base.to(tl.pointer_type(tl.uint8)) + row + at[None, :])
-
-
-@triton.jit
-def ask_for(at):
-    """Have the lines of memory at some places brought into the level 2 cache."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
-    )
+        place = (base.to(tl.pointer_type(tl.uint8)) + row + at[None, :]).to(tl.int64)
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [place], dtype=tl.int32, is_pure=False, pack=1
+        )

@@ -43,7 +43,7 @@ class Tile(NamedTuple):
 
 
 TILES = {
-    "wide": (Tile(3, 256, 3, 8), Tile(3, 256, 3, 4), Tile(4, 512, 3, 4), Tile(4, 256, 3, 4, 128)),
+    "wide": (Tile(4, 256, 3, 4), Tile(4, 512, 3, 3), Tile(4, 512, 3, 4), Tile(4, 256, 3, 4, 128)),
     "float8": (Tile(3, 256, 6, 16), Tile(4, 512, 3, 4), Tile(4, 512, 3, 4), Tile(4, 512, 3, 4)),
     "int4": (Tile(3, 256, 6, 16), Tile(4, 512, 3, 8), Tile(4, 512, 3, 8), Tile(4, 512, 3, 8)),
 }
@@ -340,5 +340,5 @@ def n_processors(device: torch.device) -> int:
 
 
 def n_parts(n_tiles: int, device: torch.device, tile: Tile) -> int:
-    """Parts of the terms, a power of two: as many as give no processor more programs than the tile allows."""
-    return min(tile.parts, 1 << max(0, (tile.programs * n_processors(device) // n_tiles).bit_length() - 1))
+    """Parts of the terms: as many as give no processor more programs than the tile allows."""
+    return min(tile.parts, max(1, tile.programs * n_processors(device) // n_tiles))

@@ -1,20 +1,20 @@
 """The product of a single row with a weight, wide or narrow: what a decoding step of one sequence mostly consists of.
 
 The norm before the product, the gate behind it and the residual stream's sum are part of its kernel.
-Levels of 4 bits are few enough to wait in registers: a program reads its part before the kernel ahead has ended.
+A program reads its first weights into registers before the kernel ahead has ended.
 """
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lib.fast.parts.early import ask_for_rows, launch_early, wait_for_the_kernel_ahead
+from lib.fast.parts.early import launch_early, wait_for_the_kernel_ahead
 from lib.fast.parts.narrow import LONG_ROW, Narrow
 from lib.given.kernels.mode import tl, triton
 
 TILES = {
-    "wide": ((4, 2048, 8), (4, 1024, 4), (8, 2048, 8)),
-    "float8": ((2, 4096, 4), (4, 512, 2), (4, 2048, 4)),
+    "wide": ((4, 2048, 8), (2, 2048, 4), (4, 2048, 4)),
+    "float8": ((4, 2048, 4), (4, 512, 2), (4, 2048, 4)),
     "int4": ((8, 64, 8), (16, 16, 4), (4, 16, 2)),
 }
 """Of a product of one row with long rows of the weight, of a gated one, and of any other: the columns of a program,
@@ -62,26 +62,29 @@ def one_row_kernel(
     is_column = columns < n_columns
     at = weight + columns.to(tl.int64)[:, None] * n_terms + terms[None, :]
     behind = n_columns.to(tl.int64) * n_terms
-    if EARLY:
-        n_bytes = n_terms * (weight.dtype.element_ty.primitive_bitwidth // 8)
-        ask_for_rows(weight, columns, n_columns, n_bytes, n_bytes, 32)
-        if GATED:
-            ask_for_rows(weight + behind, columns, n_columns, n_bytes, n_bytes, 32)
+    inside = is_column[:, None] & (EVEN | (terms < n_terms))[None, :]
+    here = tl.load(at, mask=inside, other=0.0)
+    here2 = here
+    if GATED:
+        here2 = tl.load(at + behind, mask=inside, other=0.0)
     wait_for_the_kernel_ahead(EARLY)
     first, second = tl.zeros([COLS, TERMS // 8], tl.float32), tl.zeros([COLS, TERMS // 8], tl.float32)
     squares = tl.zeros([TERMS], tl.float32)
     dtype = out.dtype.element_ty
-    for start in range(0, n_terms, TERMS):
-        is_term = EVEN | (start + terms < n_terms)
-        inside = is_column[:, None] & is_term[None, :]
+    for start in range(0, n_terms, TERMS):  # the weights of a step are read during the one before
+        ahead = start + TERMS
+        is_term, inside = EVEN | (start + terms < n_terms), is_column[:, None] & (ahead + terms < n_terms)[None, :]
+        next_one = tl.load(at + ahead, mask=inside, other=0.0)
         row = tl.load(x + start + terms, mask=is_term, other=0.0).to(tl.float32)
         if NORM:
             squares += row * row
             row = (row * tl.load(gain + start + terms, mask=is_term, other=0.0).to(tl.float32)).to(dtype).to(tl.float32)
-        first += sum_of_eight(tl.load(at + start, mask=inside, other=0.0).to(tl.float32) * row[None, :])
+        first += sum_of_eight(here.to(tl.float32) * row[None, :])
+        here = next_one
         if GATED:
-            gate = tl.load(at + behind + start, mask=inside, other=0.0).to(tl.float32)
-            second += sum_of_eight(gate * row[None, :])
+            next_one = tl.load(at + behind + ahead, mask=inside, other=0.0)
+            second += sum_of_eight(here2.to(tl.float32) * row[None, :])
+            here2 = next_one
     scale = tl.rsqrt(tl.sum(squares, 0) / n_terms + eps) if NORM else 1.0
     one, two = tl.sum(first, 1) * scale, tl.sum(second, 1) * scale
     if SCALED:
@@ -199,11 +202,6 @@ def one_int4_row_kernel(
     dtype = out.dtype.element_ty
     first, second = tl.zeros([COLS], tl.float32), tl.zeros([COLS], tl.float32)
     squares = tl.zeros([GROUPS], tl.float32)
-    if EARLY:
-        n_bytes = n_groups * (GROUP // 2)
-        ask_for_rows(words, columns, n_columns, n_bytes, n_bytes, 16)
-        if GATED:
-            ask_for_rows(words + n_columns.to(tl.int64) * (n_bytes // 4), columns, n_columns, n_bytes, n_bytes, 16)
     inside = is_column[None, :] & (group < n_groups)[:, None]
     at = group[:, None] * size + tl.arange(0, size)[None, :]
     here, scale, origin = groups_ahead(words, scales, zeros, columns, inside, group, at, n_groups, GROUP)

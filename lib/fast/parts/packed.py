@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lib.fast.parts.early import ask_for, wait_for_the_kernel_ahead
+from lib.fast.parts.early import wait_for_the_kernel_ahead
 from lib.given.kernels.mode import tl, triton
 
 FORMATS = {"int8": (torch.int8, 127.0), "float8": (torch.float8_e4m3fn, 448.0)}
@@ -82,31 +82,57 @@ def pointers(pool: Any) -> tuple[Tensor, Tensor, float]:
 
 
 @triton.jit
+def merged(o, lse, row, n_rows, dims, used, D, PARTS: tl.constexpr):
+    """The attention of some rows to all positions, from o [PARTS, n_rows, D] to each part and the parts' lse; 0 where
+    no part has a position.
+
+    What other programs of the same kernel wrote is in the level 2 cache, so it is read from there.
+    """
+    largest = tl.full(row.shape, -float("inf"), tl.float32)
+    for part in tl.static_range(PARTS):
+        own = tl.load(lse + part * n_rows + row, mask=used, other=-float("inf"), cache_modifier=".cg")
+        largest = tl.maximum(largest, own)
+    total, mean = tl.zeros(row.shape, tl.float32), tl.zeros([row.shape[0], dims.shape[0]], tl.float32)
+    for part in tl.static_range(PARTS):
+        own = tl.load(lse + part * n_rows + row, mask=used, other=-float("inf"), cache_modifier=".cg")
+        weight = tl.where(own == -float("inf"), 0.0, tl.exp(own - largest))
+        there, at = (dims < D)[None, :] & (weight > 0.0)[:, None], (part * n_rows + row)[:, None] * D + dims[None, :]
+        each = tl.load(o + at, mask=there, other=0.0, cache_modifier=".cg")
+        mean, total = mean + each * weight[:, None], total + weight
+    return mean / tl.where(total == 0.0, 1.0, total)[:, None]
+
+
+@triton.jit
+def is_last(arrived, PARTS: tl.constexpr):
+    """Whether this program is the last of PARTS that count themselves at ``arrived``, which is 0 before and after.
+
+    The last one may read what the others stored before they called this.
+    """
+    tl.debug_barrier()
+    last = tl.atomic_add(arrived, 1) == PARTS - 1
+    tl.store(arrived, 0, mask=last)
+    return last
+
+
+@triton.jit
 def block_attention_kernel(
-    q, keys, values, key_scales, value_scales, tables, lengths, o, lse, scale, H, M,
+    q, keys, values, key_scales, value_scales, tables, lengths, o, lse, arrived, out, scale, H, M,
     SIZE: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
-    COLS: tl.constexpr, SCALED: tl.constexpr, LINES: tl.constexpr, EARLY: tl.constexpr,
+    COLS: tl.constexpr, SCALED: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """As chapter 21's ``paged_attention_kernel``, for a step's queries ``[B, H, D]``; o may have any dtype.
+    """As chapter 21's ``paged_attention_kernel``, for a step's queries ``[B, H, D]``; but the last program of a
+    sequence's PARTS writes their mean into out ``[B, H, D]``.
 
     With SCALED, keys and values are in 8 bits and have scales ``[n_blocks, SIZE, G]``.
-    LINES: Lines of memory of a head's key, which are asked for before the query is there; 0 for none.
-    The grid is (sequences, key heads, parts).
+    o and lse, float32, and the counts ``arrived`` ``[B, G]`` are used if there is more than one part.
+    The grid is (sequences, key heads, PARTS).
     """
     b, g, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     rows, dims = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     at = (b * H + g * GROUP + rows[:, None]) * D + dims[None, :]
     inside, length = (rows[:, None] < GROUP) & (dims[None, :] < D), tl.load(lengths + b)
-    n_tiles, n_parts = tl.cdiv(length, COLS), tl.num_programs(2)
-    begin, end = part * n_tiles // n_parts, (part + 1) * n_tiles // n_parts
-    if EARLY and LINES > 0:
-        size: tl.constexpr = keys.dtype.element_ty.primitive_bitwidth // 8
-        line = tl.minimum(128 * tl.arange(0, LINES), D * size - 1)[None, :]
-        for tile in range(begin, end):
-            cols = tl.minimum(tile * COLS + tl.arange(0, COLS), length - 1)
-            head = (tl.load(tables + b * M + cols // SIZE) * SIZE + cols % SIZE) * (H // GROUP) + g
-            ask_for((keys + head * D).to(tl.pointer_type(tl.uint8))[:, None] + line)
-            ask_for((values + head * D).to(tl.pointer_type(tl.uint8))[:, None] + line)
+    n_tiles = tl.cdiv(length, COLS)
+    begin, end = part * n_tiles // PARTS, (part + 1) * n_tiles // PARTS
     wait_for_the_kernel_ahead(EARLY)
     query = tl.load(q + at, mask=inside, other=0.0)
     m, total = tl.full([ROWS], -float("inf"), tl.float32), tl.zeros([ROWS], tl.float32)
@@ -129,7 +155,14 @@ def block_attention_kernel(
             weights *= tl.load(value_scales + head, mask=cols < length, other=0.0)[None, :]
         acc = tl.dot(weights.to(query.dtype), value, acc * decay[:, None], input_precision="ieee")
         m = m_new
-    first = part.to(tl.int64) * tl.num_programs(0) * H
     total = tl.where(total == 0.0, 1.0, total)
-    tl.store(o + first * D + at, (acc / total[:, None]).to(o.dtype.element_ty), mask=inside)
-    tl.store(lse + first + b * H + g * GROUP + rows, m + tl.log(total), mask=rows < GROUP)
+    mean, row = acc / total[:, None], b * H + g * GROUP + rows
+    if PARTS > 1:
+        n_rows = tl.num_programs(0).to(tl.int64) * H
+        tl.store(o + part * n_rows * D + at, mean, mask=inside)
+        tl.store(lse + part * n_rows + row, m + tl.log(total), mask=rows < GROUP)
+        if is_last(arrived + b * (H // GROUP) + g, PARTS):
+            mean = merged(o, lse, row, n_rows, dims, rows < GROUP, D, PARTS)
+            tl.store(out + at, mean.to(out.dtype.element_ty), mask=inside)
+    else:
+        tl.store(out + at, mean.to(out.dtype.element_ty), mask=inside)

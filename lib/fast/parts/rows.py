@@ -12,7 +12,7 @@ from jaxtyping import Complex, Float, Int
 from torch import Tensor
 
 from lib.fast.parts.early import launch_early, wait_for_the_kernel_ahead
-from lib.fast.parts.packed import pointers
+from lib.fast.parts.packed import merged, pointers
 from lib.given.kernels.mode import tl, triton
 
 TOGETHER = 4  # heads that a program takes at most, as measured on an H200
@@ -183,17 +183,7 @@ def merge_kernel(
     wait_for_the_kernel_ahead(EARLY)
     heads, dims, n_rows = tl.program_id(1) * HEADS + tl.arange(0, HEADS), tl.arange(0, WIDTH), tl.num_programs(0) * H
     row, n_rows = tl.program_id(0).to(tl.int64) * H + heads, n_rows.to(tl.int64)
-    largest = tl.full([HEADS], -float("inf"), tl.float32)
-    for part in tl.static_range(PARTS):
-        largest = tl.maximum(largest, tl.load(lse + part * n_rows + row, mask=heads < H, other=-float("inf")))
-    total, mean = tl.zeros([HEADS], tl.float32), tl.zeros([HEADS, WIDTH], tl.float32)
-    for part in tl.static_range(PARTS):
-        own = tl.load(lse + part * n_rows + row, mask=heads < H, other=-float("inf"))
-        weight = tl.where(own == -float("inf"), 0.0, tl.exp(own - largest))
-        there = (dims < D)[None, :] & (weight > 0.0)[:, None]
-        each = tl.load(o + (part * n_rows + row)[:, None] * D + dims[None, :], mask=there, other=0.0)
-        mean, total = mean + each * weight[:, None], total + weight
-    mean /= tl.where(total == 0.0, 1.0, total)[:, None]
+    mean = merged(o, lse, row, n_rows, dims, heads < H, D, PARTS)
     at = out + row[:, None] * D + dims[None, :]
     tl.store(at, mean.to(out.dtype.element_ty), mask=(heads < H)[:, None] & (dims < D)[None, :])
 

@@ -40,10 +40,10 @@ for cache, largest in CACHES.items():
     tiles = dict.fromkeys(("tables", "sequences", "rows", "positions", "counts"), I32)
     prompts = {"HEADS": 2, "QUERIES": 8, "SCALED": largest > 0}
     build(prompt_attention_kernel, {"queries": B16, "out": B16, **pools, **tiles}, sizes | prompts)
-    queries = {"q": B16, "tables": I64, "lengths": I64, "o": F32, "lse": F32}
-    alone = {"qkv": B16, "rope": F32, "slots": I64, "tables": I64, "lengths": I64, "o": F32, "lse": F32, **pools}
-    build(one_row_attention_kernel, alone, sizes | {"ROWS": 16, "LARGEST": largest})
-    build(block_attention_kernel, queries | pools, sizes | {"ROWS": 16, "SCALED": largest > 0, "LINES": 1})
+    attend = {"tables": I64, "lengths": I64, "o": F32, "lse": F32, "arrived": I32, "out": B16, **pools}
+    sizes |= {"ROWS": 16, "PARTS": 4}
+    build(one_row_attention_kernel, attend | {"qkv": B16, "rope": F32, "slots": I64}, sizes | {"LARGEST": largest})
+    build(block_attention_kernel, attend | {"q": B16}, sizes | {"SCALED": largest > 0})
 
 WHOLES = dict.fromkeys(("n_rows", "n_columns", "n_terms"), WHOLE) | {"eps": "fp32"}
 ROW = WHOLES | {"x": B16, "gain": B16, "out": B16, "zeros": "*u8", "scales": F32}

@@ -104,12 +104,13 @@ def test_one_row_is_rotated_and_stored_where_it_attends(device, kind):
     wide, qkv = normal(2, 7, size, n_kv_heads, width, device=device), normal(1, 8 * width, device=device, seed=1)
     rope, table = precompute_rope(width, 32, device=device), torch.tensor([[5, 0, 3, 1, 4, 6, 2, 0]], device=device)
     slots, length = torch.tensor([6 * size], device=device), torch.tensor([n], device=device)
+    arrived = torch.zeros(1, n_kv_heads, dtype=torch.int32, device=device)
     for n_parts in (1, 4):
         pools: list[Any] = [wide.clone(), wide.clone()]
         if kind:
             pools = [Packed(*pack(x, FORMATS[kind][0]), torch.float32) for x in pools]
         (keys, values), (keys_too, values_too) = ((pool[0], pool[1]) for pool in pools)
-        found = one_row_attention(qkv, rope, slots, keys, values, table, length, n_parts, columns=16)
+        found = one_row_attention(qkv, rope, slots, keys, values, table, length, arrived, n_parts, columns=16)
         q = rotate_and_store(qkv[None], rope, length - 1, slots, keys_too, values_too, torch.float32)
         where = torch.arange(7, device=device)
         whole = [(pool[where] if kind else pool)[table[0]].flatten(0, 1)[:n] for pool in (keys, values)]
@@ -118,6 +119,7 @@ def test_one_row_is_rotated_and_stored_where_it_attends(device, kind):
         k, v = (x.transpose(0, 1) for x in whole)
         expected = scaled_dot_product_attention(q.view(n_heads, 1, width), k, v, enable_gqa=True)
         close(found[0], expected[:, 0], atol=1e-5)
+        assert not arrived.any()  # ready for the next call
 
 
 @on_both
