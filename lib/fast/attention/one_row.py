@@ -11,7 +11,7 @@ from jaxtyping import Complex, Float, Int
 from torch import Tensor
 
 from lib.fast.parts.early import launch_early, wait_for_the_kernel_ahead
-from lib.fast.parts.packed import is_last, merged, pointers
+from lib.fast.parts.packed import pointers, store_mean
 from lib.given.kernels.mode import tl, triton
 
 
@@ -117,15 +117,8 @@ def one_row_attention_kernel(
         acc = tl.dot(weights, value_here, acc * decay[:, None], input_precision="ieee")
         m = m_new
     total, row = tl.where(total == 0.0, 1.0, total), g * GROUP + rows
-    mean, to = acc / total[:, None], row[:, None] * D + dims[None, :]
-    if PARTS > 1:
-        tl.store(o + part * H * D + to, mean, mask=is_query)
-        tl.store(lse + part * H + row, m + tl.log(total), mask=rows < GROUP)
-        if is_last(arrived + g, PARTS):
-            mean = merged(o, lse, row, H, dims, rows < GROUP, D, PARTS)
-            tl.store(out + to, mean.to(dtype), mask=is_query)
-    else:
-        tl.store(out + to, mean.to(dtype), mask=is_query)
+    mean, own_lse = acc / total[:, None], m + tl.log(total)
+    store_mean(mean, own_lse, o, lse, arrived + g, out, row, H, part, dims, rows < GROUP, D, PARTS)
 
 
 def one_row_attention(

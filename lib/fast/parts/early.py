@@ -2,8 +2,8 @@
 
 A step is a chain of some hundred short kernels. In a plain chain each one starts when the one before has ended
 everywhere, and the memory rests in between. On a Hopper GPU the next kernel's programs may start as soon as all of the
-last one's have (*programmatic dependent launch*). They ask for their weights, which no kernel of a step writes,
-and wait before they touch anything else.
+last one's have (*programmatic dependent launch*). They read or ask for their first weights, which no kernel of a
+step writes, and wait before they touch anything else.
 """
 
 import functools

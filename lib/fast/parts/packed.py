@@ -115,6 +115,22 @@ def is_last(arrived, PARTS: tl.constexpr):
 
 
 @triton.jit
+def store_mean(mean, own_lse, o, lse, arrived, out, row, n_rows, part, dims, used, D, PARTS: tl.constexpr):
+    """Store the attention of some rows to one part of the positions; the last program of PARTS stores that to all in
+    out.
+    """
+    at, inside = row[:, None] * D + dims[None, :], used[:, None] & (dims < D)[None, :]
+    if PARTS > 1:
+        tl.store(o + part * n_rows * D + at, mean, mask=inside)
+        tl.store(lse + part * n_rows + row, own_lse, mask=used)
+        if is_last(arrived, PARTS):
+            mean = merged(o, lse, row, n_rows, dims, used, D, PARTS)
+            tl.store(out + at, mean.to(out.dtype.element_ty), mask=inside)
+    else:
+        tl.store(out + at, mean.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def block_attention_kernel(
     q, keys, values, key_scales, value_scales, tables, lengths, o, lse, arrived, out, scale, H, M,
     SIZE: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
@@ -156,13 +172,6 @@ def block_attention_kernel(
         acc = tl.dot(weights.to(query.dtype), value, acc * decay[:, None], input_precision="ieee")
         m = m_new
     total = tl.where(total == 0.0, 1.0, total)
-    mean, row = acc / total[:, None], b * H + g * GROUP + rows
-    if PARTS > 1:
-        n_rows = tl.num_programs(0).to(tl.int64) * H
-        tl.store(o + part * n_rows * D + at, mean, mask=inside)
-        tl.store(lse + part * n_rows + row, m + tl.log(total), mask=rows < GROUP)
-        if is_last(arrived + b * (H // GROUP) + g, PARTS):
-            mean = merged(o, lse, row, n_rows, dims, rows < GROUP, D, PARTS)
-            tl.store(out + at, mean.to(out.dtype.element_ty), mask=inside)
-    else:
-        tl.store(out + at, mean.to(out.dtype.element_ty), mask=inside)
+    row, n_rows, count = b * H + g * GROUP + rows, tl.num_programs(0).to(tl.int64) * H, arrived + b * (H // GROUP) + g
+    mean, own_lse = acc / total[:, None], m + tl.log(total)
+    store_mean(mean, own_lse, o, lse, count, out, row, n_rows, part, dims, rows < GROUP, D, PARTS)
