@@ -415,7 +415,8 @@ class Scheduler(Queue):
         for progress in list(self.running):
             n = min(progress.n_pending, room)
             n_needed = self.blocks_for(progress.n_cached + n)
-            while progress in self.running and n_needed - self.running[progress] > self.n_free:
+            grows = n_needed > self.running.get(progress, n_needed)  # one that was preempted grows no more
+            while grows and progress in self.running and n_needed - self.running[progress] > self.n_free:
                 self.preempt()
             if progress in self.running and n:
                 chunks.append(Chunk(progress, n))

@@ -207,6 +207,8 @@ class Runner:
         if self.steps is None:
             return self._in_a_row(chunks), self._by_row(chunks)
         parts, n_rows = [list[Chunk]()], 0
+        if not self.drafted and len(chunks) <= GRAPH_ROWS:
+            return self._by_graph(chunks), chunks
         for chunk in chunks:
             n = 1 + self.drafted.get(chunk.progress, 0)
             if n_rows + n > GRAPH_ROWS:
@@ -231,19 +233,27 @@ class Runner:
         """Each token in a row with its own position and length: so a prompt's tokens, whose keys are all written
         before any is read, see those before them and none behind.
         """
-        steps, fields, asked = self.steps, list[tuple[int, int, int, int]](), list[int]()
+        steps, tokens, positions, slots, asked = self.steps, list[int](), list[int](), list[int](), list[int]()
         assert steps is not None
-        for progress, tokens in ((chunk.progress, chunk.tokens) for chunk in chunks):
-            sequence, row, end = self._sequence(progress), len(fields), len(fields) + len(tokens)
-            start = self.cache.lengths[sequence][0]
-            slots = self._slots(sequence, len(tokens))
-            self._show_table(sequence, row, end)
-            for i, (token, slot) in enumerate(zip(tokens, slots, strict=True), start):
-                fields.append((-1 - self._flight.rows[progress] if token == UNKNOWN else token, i, slot, i + 1))
-            asked += range(end - 1 - self.drafted.get(progress, 0), end)
-        steps.fields[:, : len(fields)] = np.array(fields, dtype=np.int64).T
-        logits = steps.decode(len(fields))
-        return logits.clone() if len(asked) == len(fields) else logits[_sent(torch.tensor(asked), logits.device)]
+        for progress, n in chunks:
+            sequence, row = self._sequence(progress), len(tokens)
+            slots += self._slots(sequence, n)
+            self._show_table(sequence, row, row + n)
+            end = self.cache.lengths[sequence][0]
+            if n == 1:  # as of every request that decodes: the host has about a millisecond for hundreds of them
+                token = progress.tokens[progress.n_cached]
+                tokens.append(-1 - self._flight.rows[progress] if token == UNKNOWN else token)
+                positions.append(end - 1)
+                asked.append(row)
+            else:
+                tokens += progress.tokens[progress.n_cached : progress.n_cached + n]
+                positions += range(end - n, end)
+                asked += range(row + n - 1 - self.drafted.get(progress, 0), row + n)
+        n_rows = len(tokens)
+        steps.fields[:3, :n_rows] = tokens, positions, slots
+        steps.fields[3, :n_rows] = steps.fields[1, :n_rows] + 1
+        logits = steps.decode(n_rows)
+        return logits.clone() if len(asked) == n_rows else logits[_sent(torch.tensor(asked), logits.device)]
 
     def _in_tiles(self, chunks: list[Chunk]) -> Float[Tensor, "n v"]:
         """The tokens of each chunk in tiles of queries, which read its keys together."""
@@ -281,7 +291,7 @@ class Runner:
         assert self.steps is not None
         table = self.cache.tables[sequence]
         known = [(sequence, len(table))] * (end - row)
-        if self._known[row:end] != known:
+        if self._known[row] != known[0] or self._known[row:end] != known:
             self.steps.tables[row:end, : len(table)] = table
             self._known[row:end] = known
 

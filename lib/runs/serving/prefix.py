@@ -188,17 +188,18 @@ class PrefixEngine(Engine):
 
     def _logits(self, chunks: list[Chunk]) -> tuple[Tensor, list[Chunk]]:
         """Pass chunks through the model, without the tokens of a new request's first chunk that the tree knows."""
-        whole = {chunk.progress: chunk for chunk in chunks}
-        self.in_step = list(whole)
+        self.in_step = [progress for progress, _ in chunks]
         found = {progress: self._begin(progress, n) for progress, n in chunks if progress not in self.sequences}
         for progress, n_found in found.items():
             progress.n_cached = n_found
-        logits, order = super()._logits([Chunk(progress, n - found.get(progress, 0)) for progress, n in chunks])
+        rest = [Chunk(progress, n - found.get(progress, 0)) for progress, n in chunks] if found else chunks
+        logits, order = super()._logits(rest)
         for progress in found:
             progress.n_cached = 0  # the scheduler adds the whole chunk
         for progress, n in chunks:
             if n > 1:
                 self._remember(progress)
+        whole = dict(zip(self.in_step, chunks, strict=True))
         self.raw, order = self._fork(logits, [whole[chunk.progress] for chunk in order])
         return self._masked(order), order
 
