@@ -1,10 +1,13 @@
-"""A time limit inside one process: the main thread gets an exception when the time is up."""
+"""A time limit inside one process: the main thread gets an exception when the time is up.
+
+All modules here take ``monotonic`` itself, because a check may wind the clocks of the module ``time``.
+"""
 
 import contextlib
 import signal
 import threading
-import time
 from collections.abc import Iterator
+from time import monotonic
 from types import FrameType
 
 
@@ -25,12 +28,12 @@ def alarm(seconds: float) -> Iterator[None]:
     def ring(number: int, frame: FrameType | None) -> None:
         raise TimeLimit(f"not finished after {seconds:g} s")
 
-    before, started = signal.signal(signal.SIGALRM, ring), time.monotonic()
+    before, started = signal.signal(signal.SIGALRM, ring), monotonic()
     outer, _ = signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:
-        left = max(0.01, outer - (time.monotonic() - started)) if outer else 0
+        left = max(0.01, outer - (monotonic() - started)) if outer else 0
         signal.setitimer(signal.ITIMER_REAL, left)
         signal.signal(signal.SIGALRM, before)
 

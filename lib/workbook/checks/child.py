@@ -17,11 +17,11 @@ import signal
 import socket
 import sys
 import tempfile
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
+from time import monotonic, sleep
 from typing import Any
 
 import psutil
@@ -157,18 +157,18 @@ class _Clock:
 
     def __init__(self, pid: int, limit_s: float, memory_limit_mb: float):
         self.pid, self.limit_s, self.memory_limit_mb = pid, limit_s, memory_limit_mb
-        self.started, self.cpu_before = time.monotonic(), cpu_seconds(pid)
+        self.started, self.cpu_before = monotonic(), cpu_seconds(pid)
         self.base_mb, self.is_over, self.is_fresh = resident_mb(pid), False, True
         self.deadline = self.started + PATIENCE * limit_s
         self.seen = self.started
 
     def diagnosing(self) -> None:
         """The report has arrived: from here on, the clock allows only for the diagnosis."""
-        self.deadline, self.limit_s = time.monotonic() + DIAGNOSIS_S, float("inf")
+        self.deadline, self.limit_s = monotonic() + DIAGNOSIS_S, float("inf")
 
     def verdict(self) -> str:
         """Why the runner must be ended; "" while it is within its limits."""
-        now = time.monotonic()
+        now = monotonic()
         if BOARD.at_a_prompt():  # a person at a debugger takes as long as they like
             self.deadline += now - self.seen
         self.seen = now
@@ -268,7 +268,7 @@ def _write_stack(pid: int) -> None:
     """Have the runner write its stack into a file. faulthandler can do so even inside a C call that does not return."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGUSR1)
-        time.sleep(0.3)
+        sleep(0.3)
 
 
 def _death(told: bytes) -> str:

@@ -3,8 +3,8 @@
 import contextlib
 import itertools
 import os
-import time
 from collections.abc import Callable, Iterator
+from time import monotonic
 
 import pytest
 
@@ -30,7 +30,7 @@ class Trials:
     """Runs checks again on the answer or on a mistake, silently and within a time limit; each combination runs once."""
 
     def __init__(self, run: Callable[[pytest.Function], Outcome], limit_s: float = float("inf")):
-        self.run, self.started = run, time.monotonic()
+        self.run, self.started = run, monotonic()
         self.deadline, self.certain, self.longest_s = self.started + limit_s, "", 0.0
         self.n_of_answer = 0  # runs
         self.seen: dict[tuple[str, str], Outcome] = {}
@@ -58,15 +58,15 @@ class Trials:
         self, key: str, check: pytest.Function, in_place: Callable[[], contextlib.AbstractContextManager[None]]
     ) -> Outcome:
         if (key, check.nodeid) not in self.seen:
-            begun = time.monotonic()
+            begun = monotonic()
             left = self.deadline - begun
             if left <= (self.longest_s if self.certain else 0):  # an alarm rings late in a long call of C
                 raise TimeLimit("no time is left for a diagnosis")
             with in_place(), silence(), alarm(min(left, RUN_S)):
                 outcome = self.run(check)
-            self.longest_s = max(self.longest_s, time.monotonic() - begun)
+            self.longest_s = max(self.longest_s, monotonic() - begun)
             self.n_of_answer += not key
-            if isinstance(outcome.error, TimeLimit) and time.monotonic() >= self.deadline:
+            if isinstance(outcome.error, TimeLimit) and monotonic() >= self.deadline:
                 raise outcome.error  # pytest has caught it, but it says nothing about the check
             self.seen[key, check.nodeid] = outcome
         return self.seen[key, check.nodeid]

@@ -5,9 +5,9 @@ Each is run in a child of its own, check by check, within a learner's limits, un
 
 import os
 import random
-import time
 from collections import Counter
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -52,11 +52,11 @@ class LiveItem(pytest.Item):
                     return sent.why, check.name, "", 0.0
                 reports = [self.config.hook.pytest_report_from_serializable(config=self.config, data=d) for d in sent]
                 for told in (CheckReport.of(one) for one in reports if one.failed):
-                    failed_at = failed_at or time.monotonic()
+                    failed_at = failed_at or monotonic()
                     rows = dict(told.rows) if told else {}
                     said, why = rows.get("looks like", ""), rows.get("not named", "not diagnosed")
             if failed_at:
-                return "" if said else why, check.name, said, time.monotonic() - failed_at
+                return "" if said else why, check.name, said, monotonic() - failed_at
         raise AssertionError(f"no check catches the mistake: {self.mistake.sentence}")
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: object = None) -> str:

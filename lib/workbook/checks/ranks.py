@@ -2,8 +2,8 @@
 
 import contextlib
 import os
-import time
 from collections.abc import Callable
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from lib.ranks.processes import PATIENCE
@@ -28,7 +28,7 @@ class Ranks:
     """
 
     def __init__(self, limit_s: float, shows_all: bool, is_quiet: bool):
-        self.limit_s, self.shows_all, self.is_quiet, self.started = limit_s, shows_all, is_quiet, time.monotonic()
+        self.limit_s, self.shows_all, self.is_quiet, self.started = limit_s, shows_all, is_quiet, monotonic()
 
     def __call__(
         self,
@@ -47,10 +47,10 @@ class Ranks:
             seconds = min(time_limit_s or DIAGNOSED_RUN_S, DIAGNOSED_RUN_S)
             return pool(backend).run(fn, *args, n_ranks=n_ranks, time_limit_s=seconds, env=env, show_output=False)
         with paused():  # starting processes does not count as the answer's time
-            began = time.monotonic()
+            began = monotonic()
             pool(backend).ready()
-            self.started += time.monotonic() - began
-        left = max(1.0, self.limit_s - (time.monotonic() - self.started) / PATIENCE)
+            self.started += monotonic() - began
+        left = max(1.0, self.limit_s - (monotonic() - self.started) / PATIENCE)
         outputs: list[str] = []
         try:
             result = pool(backend).run(

@@ -4,8 +4,8 @@
 """
 
 import math
-import time
 from collections.abc import Callable, Iterator
+from time import monotonic
 
 import pytest
 
@@ -60,9 +60,9 @@ class Recorder:
 
     def ending(self, wrong: Mistake, test: pytest.Function) -> str:
         """How a mistake ends a test once."""
-        started = time.monotonic()
+        started = monotonic()
         outcome = self.trials.of_mistake(wrong, test)
-        self.took_s[test.name] = max(self.took_s.get(test.name, 0.0), time.monotonic() - started)
+        self.took_s[test.name] = max(self.took_s.get(test.name, 0.0), monotonic() - started)
         return _ending(outcome, test)
 
     def gets_as_far(self, wrong: Mistake, test: pytest.Function) -> bool:

@@ -12,7 +12,7 @@ import torch
 
 from lib.workbook.book.catalog import BookError
 from lib.workbook.checks import diagnosis
-from lib.workbook.checks.alarm import TimeLimit
+from lib.workbook.checks.alarm import TimeLimit, alarm
 from lib.workbook.checks.diagnosis import Trials, diagnose
 from lib.workbook.grading import Wrong, expect_close, expect_equal, expect_raises, expect_true, firsts, graded
 from lib.workbook.grading.answers import further_apart, same_answer
@@ -364,3 +364,10 @@ def test_time_that_is_over_is_no_outcome():
 def test_an_unknown_chapter_is_named():
     with pytest.raises(BookError, match="'roop'"):
         graded("roop")
+
+
+def test_a_clock_that_a_check_winds_does_not_end_the_time_of_an_outer_limit(monkeypatch):
+    with alarm(60):
+        with monkeypatch.context() as patch, alarm(60):
+            patch.setattr(time, "monotonic", itertools.count(1_000_000).__next__)
+        time.sleep(0.1)  # the outer limit used to ring after 0.01 s, as a fixture put the clock right
