@@ -22,7 +22,7 @@ from lib.fast.attention.one_row import one_row_attention
 from lib.fast.attention.paged import ROWS, Tiles, heads_of, prompt_attention
 from lib.fast.models import capture
 from lib.fast.parts.early import launch_early
-from lib.fast.parts.narrow import MANY_ROWS, SOME_ROWS, Narrow, NarrowLinear, few_rows, join, widen
+from lib.fast.parts.narrow import MANY_ROWS, SOME_ROWS, Narrow, NarrowLinear, few_rows, has_room, join, widen
 from lib.fast.parts.one_row import one_row
 from lib.fast.parts.packed import Packed, block_attention_kernel, pointers
 from lib.fast.parts.rows import add_norm, embed, gate, rotate_and_store
@@ -372,7 +372,7 @@ class Steps:
         o = torch.empty(n_parts, batch, n_heads, width, dtype=torch.float32, device=queries.device)
         lse, out = torch.empty_like(o[..., 0]), queries.new_empty(batch, n_heads, width)
         (k, k_scales, largest), (v, v_scales, _) = pointers(keys), pointers(values)
-        is_long = width * queries.element_size() <= 256  # of which shared memory has room for two
+        is_long = has_room(self.device) and width * queries.element_size() <= 256
         block_attention_kernel[(batch, n_kv_heads, n_parts)](
             queries, k, v, k_scales, v_scales, tables, lengths, o, lse, self._arrived, out, width**-0.5, n_heads,
             tables.shape[1], SIZE=size, GROUP=n_heads // n_kv_heads, D=width, WIDTH=triton.next_power_of_2(width),

@@ -206,9 +206,9 @@ class Runner:
         """
         if self.steps is None:
             return self._in_a_row(chunks), self._by_row(chunks)
-        parts, n_rows = [list[Chunk]()], 0
         if not self.drafted and len(chunks) <= GRAPH_ROWS:
             return self._by_graph(chunks), chunks
+        parts, n_rows = [list[Chunk]()], 0
         for chunk in chunks:
             n = 1 + self.drafted.get(chunk.progress, 0)
             if n_rows + n > GRAPH_ROWS:
