@@ -438,6 +438,11 @@ an admitted request's tokens are not subtracted from the room of the step
 - self.running[progress] = self.blocks_for(n)
 - room -= n
 + self.running[progress] = self.blocks_for(n)
+a running request takes one token of the step's room, however many its chunk has
+- self.running[progress] = n_needed
+- room -= n
++ self.running[progress] = n_needed
++ room -= 1
 a request that fits overtakes one that does not
 + for progress in [p for p in self.waiting if self.blocks_for(min(p.n_pending, room)) <= self.n_free][:1]:
 +     self.waiting.remove(progress)
