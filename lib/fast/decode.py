@@ -109,9 +109,9 @@ def times(x: Float[Tensor, "n c"], weight: Tensor | Narrow) -> Float[Tensor, "p 
 
 def gated(x: Float[Tensor, "n c"], weight: Tensor | Narrow) -> Float[Tensor, "n f"]:
     """``silu(first half) * second half`` of the product of rows with a weight."""
-    if takes_few(x, weight) and len(x) > SOME_ROWS:
+    if takes_few(x, weight) and (isinstance(weight, Tensor) or len(x) > SOME_ROWS):
         return few_rows(x, weight, gated=True)[0]
-    return gate(times(x, weight) if isinstance(weight, Narrow) else nn.functional.linear(x, weight)[None], x.dtype)
+    return gate(times(x, weight), x.dtype)
 
 
 def takes_few(x: Float[Tensor, "n c"], weight: Tensor | Narrow) -> bool:

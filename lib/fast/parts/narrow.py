@@ -17,7 +17,7 @@ from lib.fast.parts.early import ask_for_rows, launch_early, wait_for_the_kernel
 from lib.given.kernels.int4 import dequantize_int4
 from lib.given.kernels.mode import tl, triton
 
-SOME_ROWS = 16  # up to which a product's parts are small beside its weight
+SOME_ROWS = 16  # up to which the parts of a narrow weight's product are small beside it
 MANY_ROWS = 64  # above it a wide copy of the weight costs less than its arithmetic
 ROOM = 200_000  # bytes of shared memory
 LONG_ROW = 4096  # terms from which a program reads longer pieces of fewer rows
@@ -28,28 +28,32 @@ class Tile(NamedTuple):
     """How the programs of a product of few rows share it.
 
     Attributes:
-        stages: Groups of terms that are on their way at a time.
+        stages: Groups of terms that are on their way at a time, for up to 8, 16, 32 and 64 rows.
         ask: Bytes of each row of the weight that are asked for before x is there.
         programs: For each processor, at most, where the terms are cut into parts.
         parts: Of the terms, at most, which different programs sum.
         columns: Of the product that a program computes, a multiple of the 64 of the tensor cores' tile.
     """
 
-    stages: int
+    stages: tuple[int, int, int, int]
     ask: int
     programs: int
     parts: int
     columns: int = 64
 
 
+THREE, FOUR = (3, 3, 3, 3), (4, 4, 4, 4)
+FEW = Tile(THREE, 256, 6, 16)
 TILES = {
-    "wide": (Tile(4, 256, 3, 4), Tile(4, 512, 3, 3), Tile(4, 512, 3, 4), Tile(4, 256, 3, 4, 128)),
-    "float8": (Tile(3, 256, 6, 16), Tile(4, 512, 3, 4), Tile(4, 512, 3, 4), Tile(4, 512, 3, 4)),
-    "int4": (Tile(3, 256, 6, 16), Tile(4, 512, 3, 8), Tile(4, 512, 3, 8), Tile(4, 512, 3, 8)),
+    "wide": (Tile((4, 4, 5, 4), 512, 3, 3), Tile((8, 7, 6, 4), 512, 3, 4), Tile(FOUR, 256, 3, 4, 128)),
+    "float8": (Tile((4, 4, 8, 6), 512, 3, 4), Tile((4, 4, 8, 6), 512, 3, 4), Tile(FOUR, 512, 3, 4)),
+    "int4": (Tile(FOUR, 512, 3, 8), Tile(FOUR, 512, 3, 8), Tile((4, 4, 6, 4), 512, 3, 8)),
 }
-"""For at most `SOME_ROWS`; and for more: of a product, one with long rows of the weight, and a gated one.
+"""Of a product, of one with long rows of the weight, and of a gated one. A narrow weight and at most `SOME_ROWS` have
+the tile `FEW`.
 
-As measured on an H200.
+As measured on an H200. It matters whether one program or two fit a processor, and whether the next kernel's fit beside
+them, so the best numbers of stages follow no simple rule.
 """
 
 
@@ -212,7 +216,7 @@ def few_rows_kernel(
     place, rows = tl.arange(0, COLS), tl.arange(0, ROWS)
     columns = tl.program_id(0) * width + place % width
     column = (tl.minimum(columns, n_columns - 1) + place // width * n_columns).to(tl.int64)
-    row = tl.minimum(rows, n_rows - 1)[None, :] * n_terms
+    row, is_row = rows[None, :] * n_terms, (rows < n_rows)[None, :]
     n_numbers = n_terms // 2 if LEVELS else n_terms  # of a row of the weight, and of a step
     n_read: tl.constexpr = TERMS // 2 if LEVELS else TERMS
     part, n_parts, n_steps = tl.program_id(1), tl.num_programs(1), tl.cdiv(n_terms, TERMS)
@@ -235,14 +239,14 @@ def few_rows_kernel(
             ahead = column * n_steps + tl.minimum(step + 1, end - 1)
             next_scale, next_origin = tl.load(scales + ahead), tl.load(zeros + ahead)
             low, high = levels_of(tl.load(weight_at), origin, x.dtype.element_ty, EARLY)
-            found = tl.dot(low, tl.load(at), input_precision="ieee")
-            found = tl.dot(high, tl.load(at + n_read), found, input_precision="ieee")
+            found = tl.dot(low, tl.load(at, mask=is_row, other=0.0), input_precision="ieee")
+            found = tl.dot(high, tl.load(at + n_read, mask=is_row, other=0.0), found, input_precision="ieee")
             total += found * scale[:, None]
             scale, origin = next_scale, next_origin
         else:
             is_term = EVEN | (terms < n_terms)
             weight = tl.load(weight_at, mask=is_term[None, :], other=0.0)
-            part_of_x = tl.load(x + row + terms[:, None], mask=is_term[:, None], other=0.0)
+            part_of_x = tl.load(x + row + terms[:, None], mask=is_row & is_term[:, None], other=0.0)
             if SCALED:
                 weight = weight.to(tl.float32)  # from which float8 is converted faster than to bfloat16
             total = tl.dot(weight.to(part_of_x.dtype), part_of_x, total, input_precision="ieee")
@@ -254,14 +258,16 @@ def few_rows_kernel(
         total = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32) * other.to(dtype).to(tl.float32)
         columns = tl.program_id(0) * width + tl.arange(0, width)
     to = out + (part.to(tl.int64) * n_rows + rows[None, :]) * n_columns + columns[:, None]
-    tl.store(to, total.to(dtype), mask=(rows < n_rows)[None, :] & (columns < n_columns)[:, None])
+    tl.store(to, total.to(dtype), mask=is_row & (columns < n_columns)[:, None])
 
 
 def tile_of(x: Float[Tensor, "n k"], weight: Tensor | Narrow, gated: bool = False) -> Tile:
     """The tile of a product of few rows."""
     kind = "wide" if isinstance(weight, Tensor) else "float8" if weight.zeros is None else "int4"
-    way = 0 if len(x) <= SOME_ROWS else 3 if gated else 2 if x.shape[1] >= LONG_ROW else 1
-    return TILES[kind][way if x.element_size() == 2 and has_room(x.device) else min(way, 1)]
+    if kind != "wide" and len(x) <= SOME_ROWS:
+        return FEW
+    is_large = x.element_size() == 2 and has_room(x.device)
+    return TILES[kind][0 if not is_large else 2 if gated else x.shape[1] >= LONG_ROW]
 
 
 def few_rows(
@@ -280,10 +286,13 @@ def few_rows(
     tiles = triton.cdiv(n, tile.columns // 2 if gated else tile.columns)
     parts = 1 if gated else n_parts(tiles, x.device, tile)
     out = x.new_empty(parts, len(x), n, dtype=torch.float32 if parts > 1 else x.dtype)
+    rows = max(8, triton.next_power_of_2(len(x)))
+    stage = terms * (tile.columns * numbers[0].nbytes // n_terms + rows * x.element_size())  # bytes
+    stages = min(tile.stages[rows.bit_length() - 4], max(1, shared_memory(x.device) // stage))
     few_rows_kernel[(tiles, parts)](
         x.contiguous(), numbers, scales, zeros, out, len(x), n, n_terms, LEVELS=levels, SCALED=scaled, GATED=gated,
-        EVEN=n_terms % terms == 0, TERMS=terms, ROWS=max(8, triton.next_power_of_2(len(x))), COLS=tile.columns,
-        ASK=tile.ask, num_warps=tile.columns // 16, num_stages=tile.stages, **launch_early(x.device),
+        EVEN=n_terms % terms == 0, TERMS=terms, ROWS=rows, COLS=tile.columns, ASK=tile.ask,
+        num_warps=tile.columns // 16, num_stages=stages, **launch_early(x.device),
     )  # fmt: skip
     return out
 
@@ -325,12 +334,17 @@ def product(x: Float[Tensor, "m k"], weight: Narrow) -> Float[Tensor, "m n"]:
 
 
 @functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that a program may have."""
+    if device.type != "cuda":
+        return 0
+    sheet = torch.cuda.get_device_properties(device)
+    return getattr(sheet, "shared_memory_per_block_optin", 2**16)  # an AMD GPU's sheet has no such number
+
+
 def has_room(device: torch.device) -> bool:
     """Whether a program may have as much shared memory as on an H100, which the larger tiles take."""
-    if device.type != "cuda":
-        return False
-    sheet = torch.cuda.get_device_properties(device)
-    return getattr(sheet, "shared_memory_per_block_optin", 0) >= ROOM  # an AMD GPU's sheet has no such number
+    return shared_memory(device) >= ROOM
 
 
 @functools.cache
