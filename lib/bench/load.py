@@ -21,6 +21,7 @@ The key of the server is read from the variable ``SERVE_API_KEY``.
 """
 
 import asyncio
+import functools
 import json
 import multiprocessing
 import os
@@ -28,8 +29,9 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import count, islice, pairwise
 from pathlib import Path
@@ -133,7 +135,7 @@ class Load:
     """One load, or one process's part of it.
 
     Args:
-        client: An ``httpx.AsyncClient`` of the server.
+        client: Of the server: `Clients`, or an ``httpx.AsyncClient``.
         model: What the server calls its model.
         asks: The requests in order of time, perhaps without end.
         window: Where the steady window begins and ends, in seconds.
@@ -339,14 +341,46 @@ def make_parser() -> ProgramParser:
     return parser
 
 
+@functools.cache
+def certificates() -> Any:
+    """Those that the system trusts, which take longer to read than a request."""
+    import httpx
+
+    return httpx.create_ssl_context()
+
+
 def make_client(options: Any) -> Any:
     """An ``httpx.AsyncClient`` of the server."""
     import httpx
 
     key = os.environ.get("SERVE_API_KEY")
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=1000)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    return httpx.AsyncClient(base_url=options.url.rstrip("/") + "/", headers=headers, limits=limits, timeout=None)
+    base_url = options.url.rstrip("/") + "/"
+    return httpx.AsyncClient(base_url=base_url, headers=headers, verify=certificates(), timeout=None)
+
+
+class Clients:
+    """Clients of the server with one open request each, whose connections are used again.
+
+    A client with many connections looks at all of them whenever a request begins or ends.
+    """
+
+    def __init__(self, options: Any) -> None:
+        self.options, self.idle = options, list[Any]()
+
+    @asynccontextmanager
+    async def stream(self, *request: Any, **fields: Any) -> AsyncIterator[Any]:
+        """As an ``httpx.AsyncClient``'s."""
+        client = self.idle.pop() if self.idle else make_client(self.options)
+        try:
+            async with client.stream(*request, **fields) as answer:
+                yield answer
+        finally:
+            self.idle.append(client)
+
+    async def close(self) -> None:
+        for client in self.idle:
+            await client.aclose()
 
 
 async def find_model(options: Any) -> str:
@@ -384,9 +418,10 @@ async def send(options: Any, model: str, number: int, part: int) -> list[Seen]:
     else:
         asks = drawn(options, options.rate[number])
     own = islice(asks, part, None, options.processes)
-    async with make_client(options) as client:
-        load = Load(client, model, own, window_of(options), options.drain, share)
-        await load.run()
+    clients = Clients(options)
+    load = Load(clients, model, own, window_of(options), options.drain, share)
+    await load.run()
+    await clients.close()
     return load.seen
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -93,22 +93,24 @@ class Job:
         """The job, as the engine's worker gets it."""
         return Submit(self.number, self.asks, self.end_ids, self.grammar)
 
-    def add(self, index: int, new: int | Drawn, ends: bool) -> Piece:
-        """Note a new token of an answer, and let its piece wait.
+    def add(self, index: int, new: Sequence[int | Drawn], ends: bool) -> Piece:
+        """Note new tokens of an answer, and let their piece wait. What follows a stop string is dropped.
 
         Args:
             index: Of the answer.
-            new: The token.
-            ends: Whether the engine ends the answer with it, other than by the number of tokens.
+            new: The tokens.
+            ends: Whether the engine ends the answer with the last one, other than by the number of tokens.
         """
-        self.n_tokens[index] += 1
-        answer, reason = self.answers[index], None
-        token = new.token if isinstance(new, Drawn) else new
-        if isinstance(new, Drawn):
-            self.logprobs[index] += new.logprob
-            if token not in self.end_ids:
-                self.held[index].append(Scored(new, answer.n_read))
-        text = "" if token in self.end_ids else answer.add(token)
+        answer, text, reason = self.answers[index], "", None
+        try:
+            for one in new:
+                text += self._text(index, one)
+                if answer.is_stopped:
+                    break
+        except Exception:
+            if text:  # what came before the fault
+                self._leave(Piece(index, text, self.n_tokens[index], None, []))
+            raise
         if ends or answer.is_stopped:
             reason = "stop"
         elif self.n_tokens[index] >= self.asks[index].n_new:
@@ -118,12 +120,26 @@ class Job:
             reason = "stop" if answer.is_stopped else reason
             self.unfinished.discard(index)
         piece = Piece(index, text, self.n_tokens[index], reason, self._scores(index, bool(reason)))
-        if index in self.waiting:
-            self.waiting[index].extend(piece)
-        else:
-            self.waiting[index] = piece
-        self._wake()
+        self._leave(piece)
         return piece
+
+    def _leave(self, piece: Piece) -> None:
+        """Let a piece wait."""
+        if piece.index in self.waiting:
+            self.waiting[piece.index].extend(piece)
+        else:
+            self.waiting[piece.index] = piece
+        self._wake()
+
+    def _text(self, index: int, new: int | Drawn) -> str:
+        """Note a token; returns the text that is certain now."""
+        self.n_tokens[index] += 1
+        answer, token = self.answers[index], new.token if isinstance(new, Drawn) else new
+        if isinstance(new, Drawn):
+            self.logprobs[index] += new.logprob
+            if token not in self.end_ids:
+                self.held[index].append(Scored(new, answer.n_read))
+        return "" if token in self.end_ids else answer.add(token)
 
     def _scores(self, index: int, is_end: bool) -> list[Scored]:
         """The scores that were held until now: those of the certain text, and at the end all but a stop string's."""

@@ -116,13 +116,16 @@ class Link:
             self._lose()
 
     def _read(self) -> None:
-        """Take the reports that have come."""
+        """Take the reports that have come, together: a side that is behind has less to do for each of their tokens."""
+        reports, is_lost = list[Report](), False
         try:
-            for _ in range(MOST_REPORTS):
-                self._take(self.connection.recv())
-                if self.connection.closed or not self.connection.poll():
-                    break
+            while not reports or (len(reports) < MOST_REPORTS and self.connection.poll()):
+                reports.append(self.connection.recv())
         except (EOFError, OSError):
+            is_lost = True
+        if reports:
+            self._take(Report.joined(reports))
+        if is_lost and not self.connection.closed:
             self._lose()
 
     def _take(self, report: Report) -> None:
@@ -135,9 +138,9 @@ class Link:
                 else:
                     accepted.set_exception(refused)
         self.metrics.generated_tokens.inc(len(report.new))
-        for number, index, token, ends in report.new:
+        for (number, index), (tokens, ends) in report.answers().items():
             if job := self._jobs.get(number):
-                self._add(job, index, token, ends)
+                self._add(job, index, tokens, ends)
         for number, error in report.ended:
             if job := self._jobs.pop(number, None):
                 job.fail(error)
@@ -151,12 +154,12 @@ class Link:
                 self.metrics.prompt_tokens.inc(len(ask.tokens))
                 self.metrics.prompt_length.observe(len(ask.tokens))
 
-    def _add(self, job: Job, index: int, token: int | Drawn, ends: bool) -> None:
-        """Give a job a token."""
+    def _add(self, job: Job, index: int, tokens: Sequence[int | Drawn], ends: bool) -> None:
+        """Give an answer of a job its tokens."""
         if index not in job.unfinished:  # a stop string has ended the answer
             return
         try:
-            piece = job.add(index, token, ends)
+            piece = job.add(index, tokens, ends)
         except Exception as error:
             traceback.print_exception(error)
             self.cancel(job)

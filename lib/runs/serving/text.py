@@ -154,6 +154,7 @@ class FileTokenizer:
         self.n_tokens = 1 + max((*self.theirs.get_vocab().values(), *added), default=-1)
         self.end_ids = frozenset((i for i, token in added.items() if token.special) if end_ids is None else end_ids)
         self.added = {i: token.content for i, token in added.items()}
+        self.alone = dict[int, str]()  # texts of single tokens, which a stream asks for at each step
         self.is_of_bytes = '"ByteLevel"' in json.dumps(json.loads(self.theirs.to_str()).get("decoder"))
 
     def encode(self, text: str) -> list[int]:
@@ -167,7 +168,11 @@ class FileTokenizer:
         return self.theirs.encode(text, add_special_tokens=False).ids
 
     def decode(self, tokens: list[int]) -> str:
-        return self.theirs.decode(tokens)
+        if len(tokens) != 1:
+            return self.theirs.decode(tokens)
+        if (text := self.alone.get(tokens[0])) is None:
+            text = self.alone[tokens[0]] = self.theirs.decode(tokens)
+        return text
 
     def bytes_of(self, token: int) -> bytes:
         if token in self.added:

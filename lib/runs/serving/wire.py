@@ -1,7 +1,8 @@
 """What the HTTP side and the engine's process tell each other. Nothing here imports PyTorch."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 MOST_LIKELY = 20
 """The likeliest tokens that a client may ask for at each place."""
@@ -102,3 +103,26 @@ class Report:
     fault: EngineFailed | None = None
     counts: dict[str, int] = field(default_factory=dict)
     levels: dict[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def joined(cls, reports: Sequence[Self]) -> Self:
+        """One report that says what some in a row do."""
+        whole = cls()
+        for report in reports:
+            whole.accepted += report.accepted
+            whole.new += report.new
+            whole.ended += report.ended
+            whole.fault = whole.fault or report.fault
+            for name, n in report.counts.items():
+                whole.counts[name] = whole.counts.get(name, 0) + n
+            whole.levels |= report.levels
+        return whole
+
+    def answers(self) -> dict[tuple[int, int], tuple[list[int | Drawn], bool]]:
+        """The new tokens of each answer, by its job and index, and whether the last of them ends it."""
+        found = dict[tuple[int, int], tuple[list[int | Drawn], bool]]()
+        for job, index, token, ends in self.new:
+            tokens = found[job, index][0] if (job, index) in found else []
+            tokens.append(token)
+            found[job, index] = tokens, ends
+        return found

@@ -197,6 +197,25 @@ def test_what_fails_is_counted_by_its_kind(tmp_path, monkeypatch):
     assert found["answered"] == 1
 
 
+def test_a_request_takes_a_connection_that_no_other_has(server):
+    async def ask_at_once(clients, n):
+        async def ask():
+            async with clients.stream("GET", "models") as answer:
+                await answer.aread()
+                await asyncio.sleep(0.05)
+
+        await asyncio.gather(*(ask() for _ in range(n)))
+        return len({id(client) for client in clients.idle})
+
+    async def ask_some():
+        clients = load.Clients(make_parser().parse_args(["--url", f"{server.root}/v1"]))
+        found = [await ask_at_once(clients, n) for n in (1, 3, 2)]
+        await clients.close()
+        return found, [client.is_closed for client in clients.idle]
+
+    assert asyncio.run(ask_some()) == ([1, 3, 3], [True] * 3)
+
+
 def test_what_is_open_after_the_drain_is_given_up():
     class Never:
         def stream(self, *_, **__):

@@ -34,11 +34,13 @@ from lib.runs.flags import UsageError
 from lib.runs.serving import api, models
 from lib.runs.serving.api import Service
 from lib.runs.serving.forms import Forms
+from lib.runs.serving.jobs import Job
 from lib.runs.serving.link import Link
 from lib.runs.serving.metrics import Metrics
 from lib.runs.serving.prefix import PrefixEngine, evict
 from lib.runs.serving.schema import AskedCompletion, parse
 from lib.runs.serving.text import Answer, ByteTokenizer, Characters, FileTokenizer
+from lib.runs.serving.wire import Ask, Drawn, EngineFailed, Report
 from lib.runs.serving.worker import Worker
 from lib.serving import PrefixTree, Scheduler, generate_many
 from tests.house.runs import runs_programs
@@ -594,6 +596,40 @@ def test_an_answer_is_the_text_up_to_the_first_stop_however_it_is_divided():
         ends = [(at + len(stop), at) for stop in stops if (at := text.find(stop)) >= 0]
         assert found == (text[: min(ends)[1]] if ends else text), (said, stops)
         assert answer.is_stopped == bool(ends)
+
+
+def test_tokens_that_come_together_are_those_that_come_one_by_one():
+    chance = random.Random(0)
+
+    def fed(said, ends, stops, scored, size):
+        job = Job([Ask([1], 12, 0.0)], [Answer(Characters(ByteTokenizer().decode), stops)])
+        tokens = [Drawn(token, -0.5, []) if scored else token for token in said]
+        reports = [Report(new=[(7, 0, token, ends and i == len(tokens) - 1)]) for i, token in enumerate(tokens)]
+        for begin in range(0, len(reports), size):
+            ((name, (new, is_end)),) = Report.joined(reports[begin : begin + size]).answers().items()
+            assert name == (7, 0)
+            if job.unfinished:
+                job.add(0, new, is_end)
+        return job.waiting[0], job.n_tokens, job.logprobs, job.unfinished
+
+    for trial in range(100):
+        said, stops = chance.choices("aabb\N{LATIN SMALL LETTER E WITH ACUTE}", k=9), ["ab", "bba"][: trial % 3]
+        given = "".join(said).encode()[:12], trial % 2 == 0, stops, trial % 5 == 0
+        one_by_one = fed(*given, 1)
+        assert all(fed(*given, size) == one_by_one for size in (2, 3, 12)), given
+
+
+def test_reports_are_joined_in_order():
+    fault, refused = EngineFailed("over"), ValueError("no")
+    first = Report([(1, None)], [(1, 0, 5, False)], [], None, {"steps": 1}, {"waiting": 3, "running": 1})
+    then = Report(
+        [(2, refused)], [(1, 1, 6, False), (1, 0, 7, True)], [(2, refused)], fault, {"steps": 1}, {"waiting": 2}
+    )
+    found = Report.joined([first, then])
+    assert (found.accepted, found.ended) == ([(1, None), (2, refused)], [(2, refused)])
+    assert found.answers() == {(1, 0): ([5, 7], True), (1, 1): ([6], False)}
+    assert (found.fault, found.counts, found.levels) == (fault, {"steps": 2}, {"waiting": 2, "running": 1})
+    assert len(first.new) == 1
 
 
 def make_tokenizer(path: Path, vocab_size: int = 300) -> Path:
