@@ -14,7 +14,7 @@ seconds, ``max_tokens``, and ``prompt`` or ``messages``.
 ``--streams`` closes the loop: so many requests are always open, the next one leaves when one has ended. That shows what
 the server can carry, not how long clients wait.
 
-One process can receive some thousand pieces of text a second. ``--processes`` splits the requests of one load among
+One process can receive some ten thousand pieces of text a second. ``--processes`` splits the requests of one load among
 several, each of which sends until its own requests of the window have ended.
 
 The key of the server is read from the variable ``SERVE_API_KEY``.
