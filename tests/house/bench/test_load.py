@@ -9,6 +9,7 @@ from itertools import islice, pairwise
 import pytest
 
 from lib.bench import load
+from lib.bench.clients import Clients
 from lib.bench.load import Ask, Load, Seen, drawn, make_parser, percentiles, read_trace, summarize
 from lib.runs.flags import UsageError
 from lib.runs.serving import models
@@ -208,7 +209,7 @@ def test_a_request_takes_a_connection_that_no_other_has(server):
         return len({id(client) for client in clients.idle})
 
     async def ask_some():
-        clients = load.Clients(make_parser().parse_args(["--url", f"{server.root}/v1"]))
+        clients = Clients(make_parser().parse_args(["--url", f"{server.root}/v1"]))
         found = [await ask_at_once(clients, n) for n in (1, 3, 2)]
         await clients.close()
         return found, [client.is_closed for client in clients.idle]
