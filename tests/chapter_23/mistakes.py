@@ -90,6 +90,8 @@ the mask is read the other way round: True means that a query may look
 - ~mask => mask
 hidden scores become 0, a score like any other
 - -math.inf => 0.0
+hidden scores become a large negative number, so a query that may attend to nothing weighs all keys alike
+- -math.inf => -1e9
 the softmax runs in the dtype of q instead of float32
 - .to(torch.promote_types(q.dtype, torch.float32)) =>
 - softmax(scores, dim=-1)
@@ -119,6 +121,8 @@ there is no ramp: each pair is either kept or slowed down
 - .clamp(0, 1) => .gt(0.5).float()
 slow pairs are multiplied by the factor instead of divided
 - frequencies / factor * (1 - keep) => frequencies * factor * (1 - keep)
+low_freq_factor is always 1
+- turns - low_freq_factor) / (high_freq_factor - low_freq_factor) => turns - 1) / (high_freq_factor - 1)
 theta is chapter 2's 10,000, whatever the argument says
 - rope_frequencies(head_dim, theta) => rope_frequencies(head_dim)
 
@@ -133,6 +137,8 @@ both ends of the ramp are rounded down
 - math.ceil(high) => math.floor(high)
 the upper end is clipped to D/2 - 1 instead of D - 1
 - min(high, head_dim - 1) => min(high, head_dim // 2 - 1)
+the upper end is not clipped to D - 1
+- min(high, head_dim - 1) => high
 the lower end is not clipped to 0
 - max(low, 0) => low
 the ramp is not cut off at 0 and 1
@@ -151,6 +157,8 @@ mscale counts even without mscale_all_dim
 mscale_all_dim alone is enough, and a mscale of None or 0 is multiplied
 - if mscale and mscale_all_dim => if mscale_all_dim
 - magnitude(mscale) / => magnitude(mscale or 0.0) /
+the attention factor is m(mscale), without its divisor m(mscale_all_dim)
+- magnitude(mscale) / magnitude(mscale_all_dim) => magnitude(mscale)
 mscale and mscale_all_dim are ignored
 - magnitude(mscale) / magnitude(mscale_all_dim) if mscale and mscale_all_dim else magnitude(1.0) => magnitude(1.0)
 a factor below 1 gives an attention factor below 1
@@ -353,8 +361,10 @@ the keys are cached before they are rotated
 +     q, k = (apply_partial_rope(h.transpose(1, 2), rope, self.layout).transpose(1, 2) for h in (q, k))
 another qk_norm is taken for "width"
 - qk_norm not in (None, "head", "width") => False
-eps is ignored
-- (eps, norm_offset) => (0.1, norm_offset)
+without a rope the norms are left out, too
+- if self.normed: => if self.normed and rope is not None:
+eps is not passed to `qk_norm`
+- *self.norm) => offset=self.norm[1])
 
 # LatentCache
 every update begins at position 0
@@ -451,6 +461,8 @@ the mask is square: with a cache the positions before these are forgotten
 + mask = torch.nn.functional.pad(sliding_window_mask(n, n), (key.shape[1] - n, 0))
 eps is ignored
 - RMSNorm(kv_lora_rank, eps) => RMSNorm(kv_lora_rank, 1e-6)
+eps does not reach the norm of the queries' own latent
+- RMSNorm(q_lora_rank, eps) => RMSNorm(q_lora_rank)
 
 # hybrid_layer_types
 counted from 0: the first layer is full, and then every interval-th

@@ -16,6 +16,7 @@ from lib.given.kernels.window import launch_window
 from lib.workbook.grading import case, expect_close, expect_equal, expect_raises, expect_true, graded, oracle
 from tests.chapter_14.memory import watched
 from tests.chapter_23.oracles import attend, visible
+from tests.devices import Devices
 from tests.inputs import randn
 
 variants = graded("attention_variants")
@@ -178,6 +179,14 @@ def test_packed_positions_by_hand(ends):
     expect_close(variants.packed_positions(ends_of(ends)), expected, read=PACKED)
 
 
+def test_packed_positions_on_the_device_of_the_ends():
+    case("cu_seqlens [0, 4, 6, 13] on another device than the CPU")
+    with Devices() as devices:
+        out = variants.packed_positions(ends_of([0, 4, 6, 13]).to("meta"))
+        there = out in devices.on_meta
+    expect_true(there and not devices.mixed, "the positions are not on that device", answer=out, read=RETURNS)
+
+
 @pytest.mark.parametrize("ends", BAD_ENDS)
 def test_packed_positions_refuses(ends):
     case(f"cu_seqlens {ends}")
@@ -236,6 +245,9 @@ def test_varlen_attention_refuses(ends):
     case(f"13 tokens, cu_seqlens {ends}")
     with expect_raises(ValueError, str(ends), read=RAISES):
         variants.varlen_attention(*packed(13), ends_of(ends))
+    case("13 tokens, cu_seqlens [0, 4, 13], window 0")
+    with expect_raises(ValueError, "0", read=RAISES):
+        variants.varlen_attention(*packed(13), ends_of([0, 4, 13]), 0)
 
 
 @pytest.mark.parametrize("ends", [[0, 256], [0, 128, 256], [0, 60, 61, 200, 256]])

@@ -50,8 +50,8 @@ def test_qk_norm_by_hand():
 
 @pytest.mark.parametrize(("n", "offset", "eps"), [(8, 0.0, 1e-6), (24, 0.0, 1e-6), (8, 1.0, 0.1), (24, 1.0, 0.5)])
 def test_qk_norm_equals_torch(n, offset, eps):
-    case(f"b=2 t=5 h=3 d=8, weight [{n}], offset {offset}, eps {eps}")
-    x, weight = randn(2, 5, 3, 8), randn(n, seed=1)
+    case(f"b=2 t=5 h=3 d=8, weight [{n}], offset {offset}, eps {eps}; x a slice of a wider tensor")
+    x, weight = randn(2, 5, 3, 16)[..., :8], randn(n, seed=1)  # as where `q_proj` has the gate's rows, too
     expected = F.rms_norm(x.double().reshape(2, 5, -1, n), (n,), weight.double() + offset, eps).view(x.shape)
     out = variants.qk_norm(x, weight, eps=eps, offset=offset)
     expect_close(out, expected.float(), atol=1e-5, read=NORM)
@@ -113,8 +113,8 @@ def test_grouped_attention_by_hand():
 @pytest.mark.parametrize(("h", "g"), [(4, 4), (4, 2), (6, 2), (3, 1)])
 def test_grouped_attention_equals_torch(h, g):
     for t, s in ((5, 7), (1, 6), (6, 4)):
-        case(f"b=2 h={h} g={g} t={t} s={s} d=8 dv=6, no mask")
-        q, k, v = qkv(h=h, g=g, t=t, s=s)
+        case(f"b=2 h={h} g={g} t={t} s={s} d=8 dv=6, no mask; in memory as [B, T, H, D]")
+        q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in qkv(h=h, g=g, t=t, s=s))
         expect_close(variants.grouped_attention(q, k, v), attend(q, k, v).float(), atol=1e-5, read=SCORES)
 
 
@@ -212,9 +212,9 @@ def test_llama3_frequencies_by_hand():
     keep = (63 * 0.1 / (2 * math.pi) - 1) / 2
     expected = torch.tensor([1.0, 10**-0.5, 0.1 * keep + 0.025 * (1 - keep), 10**-1.5 / 4])
     expect_close(out, expected, atol=0.0, rtol=1e-5, read=LLAMA3)
-    case("D=8, factor 4, low 1, high 3, trained length 126, theta 100: 20, 6.3, 2.005 and 0.63 turns")
-    out = variants.llama3_frequencies(8, 4.0, 1.0, 3.0, 126, 100.0)
-    keep = (126 * 0.1 / (2 * math.pi) - 1) / 2
+    case("D=8, factor 4, low 1.5, high 3, trained length 126, theta 100: 20, 6.3, 2.005 and 0.63 turns")
+    out = variants.llama3_frequencies(8, 4.0, 1.5, 3.0, 126, 100.0)
+    keep = (126 * 0.1 / (2 * math.pi) - 1.5) / 1.5
     expected = torch.tensor([1.0, 10**-0.5, 0.1 * keep + 0.025 * (1 - keep), 10**-1.5 / 4])
     expect_close(out, expected, atol=0.0, rtol=1e-5, read=LLAMA3)
 
@@ -246,13 +246,13 @@ def test_llama3_frequencies_defaults():
 YARNS: dict[str, dict[str, Any]] = {
     "plain": {},
     "gpt_oss": {"truncate": False, "theta": 150_000.0, "factor": 32.0, "original_max_position_embeddings": 4096},
-    "deepseek": {"mscale": 1.0, "mscale_all_dim": 0.7, "factor": 40.0, "original_max_position_embeddings": 4096},
+    "deepseek": {"mscale": 0.9, "mscale_all_dim": 0.7, "factor": 40.0, "original_max_position_embeddings": 4096},
     "one_mscale": {"mscale": 0.5},
     "zero_mscale": {"mscale": 0.5, "mscale_all_dim": 0.0},
     "betas": {"beta_fast": 16.0, "beta_slow": 2.0},
     "shorter": {"factor": 0.5},
     "beginning": {"original_max_position_embeddings": 40},
-    "slow": {"theta": 100.0, "original_max_position_embeddings": 4096},
+    "slow": {"theta": 10.0, "original_max_position_embeddings": 4096, "beta_fast": 200.0},
     "tiny": {"original_max_position_embeddings": 5},
 }
 
@@ -352,9 +352,10 @@ def test_apply_partial_rope_refuses():
     case("layout='neox'")
     with expect_raises(ValueError, "neox", read=RAISES):
         variants.apply_partial_rope(x, rope_table(range(3), 4), layout="neox")
-    case("t=3, a rope of one position")
-    with expect_raises(ValueError, read=RAISES):
-        variants.apply_partial_rope(x, rope_table(range(1), 4))
+    for n in (1, 5):
+        case(f"t=3, a rope of {n} positions")
+        with expect_raises(ValueError, read=RAISES):
+            variants.apply_partial_rope(x, rope_table(range(n), 4))
 
 
 def test_apply_partial_rope_passes_gradients_back():
@@ -504,6 +505,9 @@ def test_RollingKVCache_keeps_its_dtype():
     expected = tuple(x.bfloat16() for x in numbered(0, 4))
     expect_close(cache.update(*numbered(0, 1)), tuple(x[:, :, :1] for x in expected), name="one", read=CONTRACT)
     expect_close(cache.update(*numbered(1, 4)), expected, name="three", read=CONTRACT)
+    case("bfloat16, window 2: a prompt of four positions")
+    found = variants.RollingKVCache(1, 1, 2, 2, dtype=torch.bfloat16).update(*numbered(0, 4))
+    expect_close(found, expected, name="keys and values", read=CONTRACT)
 
 
 # ---- CausalAttention -------------------------------------------------------------------------------------------------
@@ -602,9 +606,9 @@ def test_CausalAttention_with_the_chapters_own_cache():
 
 
 def test_CausalAttention_caches_keys_normed_and_rotated():
-    case("qwen3, b=2 t=3: the keys that the cache is given")
+    case("qwen3 with eps=0.5, b=2 t=3: the keys that the cache is given")
     layer, x, rope, cache = (
-        make_layer("qwen3"),
+        make_layer("qwen3", eps=0.5),
         randn(2, 3, 24, seed=3),
         rope_table(range(3), 8),
         RollingCache(2, 2, 9, 8),
@@ -613,7 +617,7 @@ def test_CausalAttention_caches_keys_normed_and_rotated():
         out = layer(x, rope, cache)
         state = {key: p.double() for key, p in layer.state_dict().items()}
     k = (x.double() @ state["k_proj.weight"].T).view(2, 3, 2, 8)
-    k = turn(F.rms_norm(k, (8,), state["k_norm.weight"], 1e-6), rope).transpose(1, 2)
+    k = turn(F.rms_norm(k, (8,), state["k_norm.weight"], 0.5), rope).transpose(1, 2)
     expect_close(cache.k, k.float(), atol=1e-4, name="keys", answer=(cache.k, out), read=CONTRACT)
 
 
@@ -623,6 +627,9 @@ def test_CausalAttention_without_positions():
     with torch.no_grad():
         out, turned = layer(x)[:, -1], layer(x[:, [2, 0, 3, 1, 4]])[:, -1]
     expect_close(turned, out, atol=1e-5, answer=out, read=CONTRACT)
+    case("qwen3 with rope=None, b=1 t=5, against a rope that turns by 0: the norms stay")
+    with torch.no_grad():
+        expect_close(layer(x), layer(x, torch.ones(5, 4, dtype=torch.complex64)), atol=1e-5, read=CONTRACT)
 
 
 def test_CausalAttention_of_its_layout():
@@ -692,6 +699,8 @@ def test_LatentCache_refuses():
         ([2, 3, 3], [2, 3, 2], ("3", "5")),
         ([1, 1, 3], [1, 1, 2], ("1, 1, 3",)),
         ([2, 2, 3], [2, 1, 2], ("2, 1, 2",)),
+        ([2, 2, 1], [2, 2, 2], ("2, 2, 1",)),
+        ([2, 2, 3], [2, 2, 1], ("2, 2, 1",)),
     ):
         case(f"b=2 max_len=5 r=3 rope=2, holds 3: latents {latents} and rope_keys {keys}")
         with expect_raises(ValueError, *says, read=RAISES):
@@ -785,11 +794,16 @@ def test_MultiHeadLatentAttention_with_the_chapters_own_cache():
     expect_close(torch.cat(outs, 1), whole, atol=1e-5, read=CONTRACT)
 
 
-def test_MultiHeadLatentAttention_scale_and_eps():
-    case("scale=0.2 and eps=0.5, b=1 t=4, against attention over the keys and values of each head")
-    layer, x, rope = make_latent(scale=0.2, eps=0.5), randn(1, 4, 24, seed=3), rope_table(range(4), 4)
+@pytest.mark.parametrize("name", list(LATENTS))
+def test_MultiHeadLatentAttention_scale_and_eps(name):
+    case(f"{name}, scale=0.2 and eps=0.5, b=1 t=4, against attention over the keys and values of each head")
+    layer, x, rope = make_latent(name, scale=0.2, eps=0.5), randn(1, 4, 24, seed=3), rope_table(range(4), 4)
     state = {key: p.double() for key, p in layer.state_dict().items()}
-    q = (x.double() @ state["q_proj.weight"].T).view(1, 4, 4, 10)
+    if name == "no_q_lora":
+        q = (x.double() @ state["q_proj.weight"].T).view(1, 4, 4, 10)
+    else:
+        q = F.rms_norm(x.double() @ state["q_a_proj.weight"].T, (7,), state["q_a_layernorm.weight"], 0.5)
+        q = (q @ state["q_b_proj.weight"].T).view(1, 4, 4, 10)
     q = torch.cat([q[..., :6], turn(q[..., 6:], rope, "interleaved")], -1)
     latents, key = (x.double() @ state["kv_a_proj_with_mqa.weight"].T).split([10, 4], -1)
     latents = F.rms_norm(latents, (10,), state["kv_a_layernorm.weight"], 0.5)

@@ -330,6 +330,15 @@ keys are normed and queries are not
 queries and keys are divided by the root of the mean of squares, as in an RMSNorm: here it is the sum
 @@ forward
 - y.square().sum(-1, keepdim=True) => y.square().mean(-1, keepdim=True)
+`F.normalize` norms queries and keys: its eps is a floor of the norm, where 1e-6 is added to the sum of squares
+@@ forward
+- y * torch.rsqrt(y.square().sum(-1, keepdim=True) + 1e-6) => F.normalize(y, dim=-1)
+queries and keys are normed with the layer's eps, which is the output norm's: theirs is 1e-6
+@@ forward
+- y.square().sum(-1, keepdim=True) + 1e-6 => y.square().sum(-1, keepdim=True) + self.eps
+the queries are scaled here, and once more by the delta rule
+@@ forward
+- rule(q, k, v => rule(q * self.head_k_dim**-0.5, k, v
 dt_bias is added after the softplus
 @@ forward
 - F.softplus(a + self.dt_bias.to(dtype)) => (F.softplus(a) + self.dt_bias.to(dtype))
@@ -431,7 +440,7 @@ the state is counted with the bytes of keys and values: it is kept in float32
 - values * state_bytes_per_value => values * bytes_per_value
 the convolution's inputs are counted with the bytes of the state
 - inputs * bytes_per_value => inputs * state_bytes_per_value
-an unknown kind of layer counts as a linear one
+an unknown kind of layer is counted instead of refused
 - if kind != "linear_attention": => if "attention" not in kind and kind != "full":
 
 # crossing_length
@@ -596,6 +605,8 @@ the initial state is overwritten: the new state needs memory of its own
 + state = state if initial_state is None else initial_state
 the initial state is ignored
 - state.copy_(initial_state.detach()) => pass
+the initial state is cloned in its own strides, where the kernel needs it contiguous
+- state.copy_(initial_state.detach()) => state = initial_state.detach().clone()
 a position sees the later ones of its chunk, too
 @@ chunk_linear_attention_kernel
 - earlier = rows[:, None] >= rows[None, :] => earlier = rows[:, None] >= 0 * rows[None, :]

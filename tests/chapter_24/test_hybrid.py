@@ -142,7 +142,7 @@ def a_layer(dtype=torch.float32, **more) -> Any:
     return layer.to(dtype)
 
 
-def plain_layer(weights: dict[str, Tensor], x: Tensor, convolve=None) -> tuple[Tensor, Tensor]:
+def plain_layer(weights: dict[str, Tensor], x: Tensor, convolve=None, eps=1e-6) -> tuple[Tensor, Tensor]:
     """Output and last state, head by head: projections and convolution in the dtype of x, all else in float64."""
     groups = F.linear(x, weights["in_proj_qkvz.weight"]).unflatten(-1, (2, 38))
     gates = F.linear(x, weights["in_proj_ba.weight"]).unflatten(-1, (2, 6))
@@ -161,7 +161,7 @@ def plain_layer(weights: dict[str, Tensor], x: Tensor, convolve=None) -> tuple[T
         step = F.softplus(gates[:, :, j, 3 + i].double() + weights["dt_bias"][head].double())
         g = -weights["A_log"][head].double().exp() * step
         o, state = recurrence(*(y[:, :, None] for y in (q, k, v, g)), beta=beta[:, :, None])
-        o = o[:, :, 0] / (o[:, :, 0].square().mean(-1, keepdim=True) + 1e-6).sqrt()
+        o = o[:, :, 0] / (o[:, :, 0].square().mean(-1, keepdim=True) + eps).sqrt()
         outputs.append(o * weights["norm.weight"].double() * z * torch.sigmoid(z))
         states.append(state)
     return F.linear(torch.cat(outputs, -1).to(x.dtype), weights["out_proj.weight"]), torch.cat(states, 1)
@@ -273,6 +273,12 @@ def test_GatedDeltaNet_one_position_is_one_step():
         out = layer(randn(1, 70, 12))
     problem = f"{seen.n} operators for 70 positions: more than one position is chunked"
     expect_true(seen.n < 350, problem, answer=out, read=FORWARD)
+    case("T=70 without a cache, chunks of 4: more of them")
+    layer = a_layer(chunk_size=4)
+    with torch.no_grad(), Operators() as smaller:
+        out = layer(randn(1, 70, 12))
+    problem = f"{smaller.n} operators in chunks of 4 and {seen.n} in chunks of 64: chunk_size changes nothing"
+    expect_true(smaller.n > seen.n, problem, answer=out, read=ARGS)
 
 
 def test_GatedDeltaNet_computes_in_float32():
@@ -293,14 +299,14 @@ def test_GatedDeltaNet_computes_in_float32():
 
 
 def test_GatedDeltaNet_of_other_sizes():
-    case("as many value heads as key heads, K=2, eps=0.1")
-    layer = la.GatedDeltaNet(8, 2, 2, 3, 3, conv_kernel_size=2, eps=0.1).double()
-    x = randn(1, 5, 8).double()
-    bare = la.GatedDeltaNet(8, 2, 2, 3, 3, conv_kernel_size=2, eps=0.0).double()
-    bare.load_state_dict(layer.state_dict())
+    case("B=1 T=5, eps=0.1, float64: only the output's norm has it")
+    x = randn(1, 5, 12).double()
+    aim, _ = plain_layer({name: w.double() for name, w in weights_of().items()}, x, eps=0.1)
+    expect_close(a_layer(torch.float64, eps=0.1)(x).detach(), aim, read=ARGS, **FLOAT64)
+    case("as many value heads as key heads, K=2")
+    layer, x = la.GatedDeltaNet(8, 2, 2, 3, 3, conv_kernel_size=2).double(), randn(1, 5, 8).double()
     expect_equal(tuple(layer.conv1d.weight.shape), (18, 1, 2), name="conv1d.weight", read=ATTRIBUTES)
-    problem = "eps does not change the output's norm"
-    expect_true(not torch.allclose(layer(x), bare(x)), problem, answer=layer(x), read=ARGS)
+    expect_equal(tuple(layer(x).shape), (1, 5, 8), name="shape", read=LAYER)
     case("no positions")
     expect_equal(tuple(layer(x[:, :0]).shape), (1, 0, 8), name="shape", read=LAYER)
 
@@ -338,6 +344,9 @@ def test_hybrid_cache_bytes_by_hand():
     found = la.hybrid_cache_bytes(config(LINEAR, LINEAR, LINEAR, FULL), 1, 10, 1, 2)
     expect_equal(found, 3 * (172 + 660) + 420, read=BYTES)
     expect_equal(type(found).__name__, "int", name="type", answer=found, read=RETURNS)
+    case("a full layer, and a config that has no sizes of linear layers")
+    found = la.hybrid_cache_bytes(SimpleNamespace(layer_types=[FULL], n_kv_heads=3, head_dim=7), 1, 10)
+    expect_equal(found, 840, read=BYTES)
 
 
 def test_hybrid_cache_bytes_of_qwen3_next():
@@ -356,8 +365,10 @@ def test_hybrid_cache_bytes_refuse():
 
 def test_crossing_length_by_hand():
     case("G=3 D=7: 84 bytes a position, against 1664 bytes of a linear layer: 19 positions are 1596, 20 are 1680")
-    found = la.crossing_length(config())
+    sizes = config(LINEAR, FULL)
+    found = la.crossing_length(sizes)
     expect_equal(found, 20, read=CROSSING)
+    expect_equal(sizes.layer_types, [LINEAR, FULL], name="layer_types of config", answer=found, read=ARGS)
     expect_equal(type(found).__name__, "int", name="type", answer=found, read=RETURNS)
     case("Qwen3-Next: 1048 positions hold just as many bytes, and the crossing needs more")
     expect_equal(la.crossing_length(config(**QWEN)), 1049, read=CROSSING)

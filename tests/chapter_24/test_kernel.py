@@ -79,6 +79,10 @@ def test_chunk_linear_attention_of_other_strides():
     args = arguments(18)
     args[0], args[3] = layouts(args[0])["one column expanded"], layouts(args[3])["transposed"]
     check(args, "the contract, under Args")
+    case("B=2 T=18 H=2 Dk=4 Dv=5: the initial state transposed")
+    args = arguments(18)
+    args[5] = layouts(args[5])["transposed"]
+    check(args, "the contract, under Args")
 
 
 def test_chunk_linear_attention_of_wide_heads():
