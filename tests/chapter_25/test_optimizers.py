@@ -967,7 +967,11 @@ def _muon(params, settings):
 CASES = [
     ({"ns_dtype": None}, torch.float64, 4),
     ({"ns_dtype": None, "adjust_lr_fn": "match_rms_adamw", "nesterov": False}, torch.float64, 3),
-    ({"cautious": True, "ns_steps": 3, "weight_decay": 0.5, "ns_dtype": torch.float32}, torch.float64, 2),
+    (
+        {"cautious": True, "ns_steps": 3, "ns_coefficients": (2.0, -1.5, 0.5), "eps": 9.0, "ns_dtype": torch.float32},
+        torch.float64,
+        2,
+    ),
     ({"momentum": 0.5}, torch.float32, 1),
 ]
 
