@@ -18,6 +18,8 @@ zeros are divided by their norm, which gives NaN
 - or not wide.any() =>
 the squares of a small gradient are 0 in float32, so its norm is 0 and the direction is lost
 - wide = wide / wide.abs().max() =>
+the gradient itself is divided, in place
+- wide = wide / wide.abs().max() => wide = wide.div_(wide.abs().max())
 the result stays in the dtype of the computation: it should have the gradient's
 - (wide / torch.linalg.matrix_norm(wide)).to(gradient.dtype) => wide / torch.linalg.matrix_norm(wide)
 - return wide.sign().to(gradient.dtype) => return wide.sign()
@@ -77,6 +79,10 @@ the direction is mixed with b2: its own share is b1
 the step goes up the slope: it is subtracted
 @@ update
 - alpha=-group["lr"] => alpha=group["lr"]
+the new weight is a new tensor, which only the local name holds: the parameter should change in place
+@@ update
+- parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(direction, alpha=-group["lr"])
++ parameter = parameter * (1 - group["lr"] * group["weight_decay"]) - group["lr"] * direction
 
 # Adafactor
 the rate is not relative to the weights: lr should be multiplied by their root mean square
@@ -133,6 +139,8 @@ the largest number of a block is taken, not the largest magnitude: negative numb
 - blocks.abs().amax(1) => blocks.amax(1)
 a block of zeros is divided by its largest magnitude, 0: its bytes are those of NaN
 - torch.where(absmax > 0, absmax, 1.0) => absmax
+the largest magnitude is kept above 1e-8 against zeros, but second moments are often smaller: only 0 needs a guard
+- torch.where(absmax > 0, absmax, 1.0) => absmax.clamp(min=1e-8)
 of two values that are equally near, the upper is taken
 - .double(), between) => .double(), between, right=True)
 numbers are rounded down to the next value of the code, not to the nearest
@@ -355,6 +363,9 @@ vectors are let in, and fail later
 ns_dtype is ignored: the products are always in bfloat16
 @@ _orthogonal
 - group["ns_dtype"] => torch.bfloat16
+newton_schulz gets its own defaults, and not the steps, coefficients and eps of the optimizer's settings
+@@ _orthogonal
+- group["ns_steps"], group["ns_coefficients"], group["eps"], group["ns_dtype"] => dtype=group["ns_dtype"]
 
 # split_parameters
 every matrix goes to Muon, embeddings and head too: only those in the blocks should
@@ -363,6 +374,10 @@ all parameters of the blocks go to Muon, norms and biases too
 - p.ndim >= 2 and id(p) in hidden => id(p) in hidden
 tables inside the blocks, and weights that are tied to one, go to Muon
 - within(nn.ModuleList) - within(nn.Embedding) => within(nn.ModuleList)
+only an nn.ModuleList right below the model is found: it may be deeper, as in a model with a head around another
+- within(nn.ModuleList) - within(nn.Embedding)
++ {id(p) for part in model.children() if isinstance(part, nn.ModuleList) for p in part.parameters()}
++ hidden -= within(nn.Embedding)
 only tensors of exactly two dimensions go to Muon: experts and convolutions are matrices too
 - p.ndim >= 2 and => p.ndim == 2 and
 frozen parameters are handed to an optimizer
@@ -465,6 +480,11 @@ rows are spread as evenly as possible, as tensor_split does: fully_shard gives a
 the owners are taken in turn: one rank may get all of the large matrices
 @@ update_group
 - assign_owners(shapes, len(ranks), group["ns_steps"]) => [i % len(ranks) for i in range(len(shapes))]
+the owners are chosen among all matrices, also those without a gradient: then some ranks have more work than they need
+@@ update_group
+- owners = assign_owners(shapes, len(ranks), group["ns_steps"])
++ every = assign_owners(self.shapes, len(ranks), group["ns_steps"])
++ owners = [owner for p, owner in zip(group["params"], every, strict=True) if p.grad is not None]
 a second group is let in, whose parameters have no shapes
 @@ add_param_group
 - if self.param_groups: => if False:

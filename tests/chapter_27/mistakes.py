@@ -24,6 +24,8 @@ the tokens after the last full window are lost
 the check is in the generator: nothing is raised until somebody asks for the first window
 - return _windows(row, max_seq_len, max_seq_len - context_len + 1)
 + yield from _windows(row, max_seq_len, max_seq_len - context_len + 1)
+context_len is not checked: at 0 the first target of a later window has no id before it
+- if not 1 <= context_len <= max_seq_len: => if False:
 
 # bits_per_byte
 the first logits of a window are taken: where it has fewer targets than inputs, the last ones score them
@@ -72,6 +74,8 @@ all places at which the two encodings agree are counted, also after the first di
 - cut = sum(1 for _ in same) => cut = sum(a == b for a, b in zip(whole, alone))
 the last token of the context is always scored again
 - cut = sum(1 for _ in same) => cut = max(0, sum(1 for _ in same) - 1)
+without white space to move, context[-0:] is taken: that is the whole context, which is then scored too
+- end = len(context.rstrip()) => end = -(len(context) - len(context.rstrip()))
 
 # loglikelihood
 the mean over the continuation is returned instead of the sum
@@ -152,6 +156,8 @@ a list that is too short is padded by silence: only as many choices as it has ar
 # few_shot_prompt
 a copy of the question can be a shot, and shows its answer
 - if i != index and example["query"] != asked["query"] => if i != index
+whole examples are compared: a copy whose choices have another order is still the same question
+- example["query"] != asked["query"] => example != asked
 the question itself can be a shot
 - if i != index and example["query"] != asked["query"] =>
 every question gets the same shots: the seed should depend on the index
@@ -262,6 +268,11 @@ zeros at the end of a whole number are removed, too: 10 becomes 1
 0 keeps its sign
 @@ _canonical
 - number if number == "0" else sign + number => sign + number
+the number goes through a float, which keeps 16 digits and writes 0.00001 as 1e-05
+@@ _canonical
+- return number if number == "0" else sign + number
++ value = float(sign + number)
++ return str(int(value)) if value.is_integer() else str(value)
 digits of all scripts count
 - ((?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)) => ((?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|\d+))
 the first "answer" is taken: a solution may correct itself
@@ -320,6 +331,8 @@ each answer's own distance is summed: no bins at all
 - torch.bincount(place, right - sure, n_bins).abs().sum().item() => (right - sure).abs().sum().item()
 an edge belongs to the bin above it: 0.5 of 2 bins should be in the first
 - torch.bucketize(sure, edges) - 1).clamp(min=0) => torch.bucketize(sure, edges, right=True) - 1).clamp(max=n_bins - 1)
+a confidence of 0 is in no bin, because every bin is open at its lower edge: the first should hold it
+- bincount(place, right - sure, n_bins) => bincount(place, (right - sure) * (sure > 0), n_bins)
 confidences are read in float32, where edges move
 - torch.as_tensor(x, dtype=torch.float64) => torch.as_tensor(x, dtype=torch.float32).double()
 the bin is computed as ceil(confidence * n_bins) - 1, whose product rounds across an edge

@@ -46,7 +46,7 @@ def test_wilson_interval_at_its_ends(n):
 def test_wilson_interval_refuses():
     for n_correct, n in ((-1, 5), (6, 5), (0, 0)):
         case(f"{n_correct} of {n}")
-        with expect_raises(ValueError, read=RAISES):
+        with expect_raises(ValueError, f"{n_correct}", f"{n}", read=RAISES):
             ev.wilson_interval(n_correct, n)
 
 
@@ -114,7 +114,7 @@ def test_paired_difference_refuses():
         ev.paired_difference([1, 0, 1], [0, 0, 0], ["a", "a"])
     for n in (0, 1):
         case(f"{n} questions")
-        with expect_raises(ValueError, read=RAISES):
+        with expect_raises(ValueError, f"{n}", read=RAISES):
             ev.paired_difference([1.0] * n, [0.0] * n)
 
 
@@ -180,6 +180,8 @@ NUMBERS = {
     "10.0": "10",
     "100.10": "100.1",
     "0.05": "0.05",
+    "0.00001": "0.00001",
+    "12345678901234567890": "12345678901234567890",
     "It is 12.": "12",
     "7 of 9, then 8 and nothing": "8",
     "12 and ٣": "12",
@@ -187,6 +189,7 @@ NUMBERS = {
 }
 LETTERS = {
     "B": "B",
+    "D": "D",
     " B\n": "B",
     "(B": "B",
     "(B)": "B",
@@ -197,6 +200,7 @@ LETTERS = {
     "B)Paris": None,
     "A cat sat there": None,
     "b": None,
+    "F": None,
     "E": None,
     "The answer is C.": "C",
     "Answer: D": "D",
@@ -290,7 +294,7 @@ def test_expected_calibration_error_in_float64():
 def test_expected_calibration_error_refuses():
     for bad in (-0.1, 1.1, math.nan):
         case(f"a confidence of {bad}")
-        with expect_raises(ValueError, read=RAISES):
+        with expect_raises(ValueError, f"{bad}", read=RAISES):
             ev.expected_calibration_error([0.5, bad], [1, 0])
     case("3 and 2 values")
     with expect_raises(ValueError, "3", "2", read=RAISES):
