@@ -619,6 +619,19 @@ def test_tokens_that_come_together_are_those_that_come_one_by_one():
         assert all(fed(*given, size) == one_by_one for size in (2, 3, 12)), given
 
 
+def test_a_fault_lets_out_the_text_of_the_tokens_before_it():
+    def decode(tokens):
+        if tokens[-1:] == [0]:
+            raise KeyError(0)
+        return bytes(tokens).decode()
+
+    for said, left in ((b"ab\0c", ["ab"]), (b"\0ab", [])):
+        job = Job([Ask([1], 9, 0.0)], [Answer(Characters(decode))])
+        with pytest.raises(KeyError):
+            job.add(0, [*said], False)
+        assert [piece.text for piece in job.waiting.values()] == left
+
+
 def test_reports_are_joined_in_order():
     fault, refused = EngineFailed("over"), ValueError("no")
     first = Report([(1, None)], [(1, 0, 5, False)], [], None, {"steps": 1}, {"waiting": 3, "running": 1})
