@@ -98,6 +98,7 @@ def setup(app):
     pages.connect(app)
     site.read_definition_lists(app)
     site.share_pages(app)
+    site.listen_on_files()
     app.extensions[
         "sphinx_multitoc_numbering"
     ].parallel_read_safe = True  # it numbers chapters after all have been read

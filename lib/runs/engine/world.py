@@ -131,8 +131,10 @@ def start_group(world: World, device: torch.device, env: Mapping[str, str] = os.
         # after a restart the agent's store still holds the addresses of dead ranks, so each attempt uses its own names
         attempt = f"attempt_{env.get('TORCHELASTIC_RESTART_COUNT', '0')}_of_{world.size}_ranks"
         store = dist.PrefixStore(attempt, store)
-    else:
+    elif "MASTER_ADDR" in env or world.launcher == "Slurm":
         store, _, _ = next(dist.rendezvous(f"tcp://{rendezvous(world, env)}", world.rank, world.size))
+    else:
+        store = _store_by_mpi(world)
     if device.type == "cuda":
         share_no_gpu(store, world, str(torch.cuda.get_device_properties(device).uuid))
     dist.init_process_group(backend, device_id=its_device, store=store, rank=world.rank, world_size=world.size)
@@ -166,16 +168,14 @@ def share_no_gpu(store: dist.Store, world: World, gpu: str) -> None:
 
 
 def rendezvous(world: World, env: Mapping[str, str]) -> str:
-    """``host:port`` of rank 0: from MASTER_ADDR if it is set, else from Slurm or MPI.
+    """``host:port`` of rank 0: from MASTER_ADDR if it is set, else from Slurm.
 
     Raises:
-        UsageError: none of them knows it.
+        UsageError: Slurm names no host.
     """
     if "MASTER_ADDR" in env:
         return f"{env['MASTER_ADDR']}:{env.get('MASTER_PORT', '29500')}"
-    if world.launcher == "Slurm":
-        return f"{_first_host(env)}:{_slurm_port(env)}"
-    return _by_mpi(world)
+    return f"{_first_host(env)}:{_slurm_port(env)}"
 
 
 def _first_host(env: Mapping[str, str]) -> str:
@@ -194,8 +194,8 @@ def _slurm_port(env: Mapping[str, str]) -> int:
     return 20_000 + (31 * int(env.get("SLURM_JOB_ID", "0")) + int(env.get("SLURM_STEP_ID", "0"))) % 20_000
 
 
-def _by_mpi(world: World) -> str:
-    """Rank 0 finds a free port and broadcasts it by MPI, which is then shut down: NCCL or gloo do the rest."""
+def _store_by_mpi(world: World) -> dist.Store:
+    """Rank 0 listens on a free port and broadcasts it by MPI, which is then shut down: NCCL or gloo do the rest."""
     import mpi4py
 
     mpi4py.rc.initialize = False
@@ -203,20 +203,20 @@ def _by_mpi(world: World) -> str:
 
     MPI.Init()
     comm = MPI.COMM_WORLD
-    address = None
+    address = listener = None
     if comm.rank == 0:
-        with socket.socket() as found:
-            found.bind(("", 0))
-            host = "127.0.0.1" if world.local_size == world.size else socket.gethostname()
-            address = f"{host}:{found.getsockname()[1]}"
-    n_ranks, address = comm.size, comm.bcast(address)
+        listener = socket.create_server(("", 0))
+        host = "127.0.0.1" if world.local_size == world.size else socket.gethostname()
+        address = host, listener.getsockname()[1]
+    n_ranks, (host, port) = comm.size, comm.bcast(address)
     MPI.Finalize()
     if n_ranks != world.size:
         raise UsageError(
             f"{world.launcher} started {world.size} ranks, but mpi4py was built for another MPI and sees {n_ranks}: "
             "expected the mpiexec beside this Python, or MASTER_ADDR and MASTER_PORT"
         )
-    return address
+    file = listener.detach() if listener else None
+    return dist.TCPStore(host, port, world.size, is_master=world.rank == 0, master_listen_fd=file)
 
 
 def agree(value: object, what: str) -> None:

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,8 @@ from lib.workbook.tools.tryit import assets
 
 if TYPE_CHECKING:
     from docutils import nodes
+    from jupyter_client import KernelManager
+    from nbclient import NotebookClient
     from sphinx.application import Sphinx
 
 JUPYTEXT_HEADER = """---
@@ -194,10 +197,32 @@ def share_pages(app: "Sphinx") -> None:
 
     def pieces(arguments: Sequence[str], nproc: int, maxbatch: int = 1) -> list[list[str]]:
         with_cells = sorted((name for name in arguments if has_cells(Path(app.env.doc2path(name)))), reverse=True)
-        found = [[name] for name in with_cells] + [[name for name in arguments if name not in with_cells]]
+        rest = [name for name in arguments if name not in with_cells]
+        found = [[name] for name in with_cells] + ([rest] if rest else [])
         return found[:nproc] + found[nproc:][::-1]  # of those that wait, Sphinx starts the last one
 
     vars(builders)["make_chunks"] = pieces
+
+
+def listen_on_files() -> None:
+    """Let the build's kernels listen on files in the fork server's folder instead of ports.
+
+    Jupyter looks for free ports, and lets go of them until the kernel listens.
+    In between, another page's kernel or ranks may take one.
+    """
+    from nbclient import NotebookClient
+
+    where = os.environ.get(forkserver.VARIABLE)
+    if where is None:
+        return
+    create = NotebookClient.create_kernel_manager
+
+    def create_kernel_manager(client: "NotebookClient") -> "KernelManager":
+        manager = create(client)
+        manager.transport, manager.ip = "ipc", str(Path(where).with_name(uuid.uuid4().hex))
+        return manager
+
+    NotebookClient.create_kernel_manager = create_kernel_manager  # type: ignore[assignment, method-assign]
 
 
 def has_cells(page: Path) -> bool:

@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -162,6 +163,25 @@ def test_every_page_is_read_once_and_those_with_cells_one_at_a_time(monkeypatch)
     pieces = builders.make_chunks(names, 2)
     assert pieces[:2] == [["chapters/names"], ["chapters/03_attention"]]
     assert pieces[2:] == [["README"], ["chapters/01_tokenization"], ["chapters/02_rope"]]  # the last one starts first
+    assert builders.make_chunks([], 2) == []  # Sphinx fails on an empty piece
+
+
+def test_kernels_of_a_build_listen_on_files(monkeypatch):
+    """A port that Jupyter found free may be another page's before the kernel listens on it."""
+    nbclient = pytest.importorskip("nbclient")
+    import nbformat
+
+    monkeypatch.setattr(nbclient.NotebookClient, "create_kernel_manager", nbclient.NotebookClient.create_kernel_manager)
+    during = []
+    with tempfile.TemporaryDirectory() as folder:  # whose path is short enough for a socket's
+        monkeypatch.setenv("FORKSERVER", f"{folder}/socket")
+        sites.listen_on_files()
+        notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("1 + 1")])
+        look = {"on_cell_complete": lambda **_: during.extend(os.listdir(folder))}
+        nbclient.NotebookClient(notebook, **look).execute()
+        assert os.listdir(folder) == []
+    assert len(during) == 5  # shell, control, standard input, output, heartbeat
+    assert notebook.cells[0].outputs[0]["data"]["text/plain"] == "2"
 
 
 @pytest.mark.parametrize("chapter", chapters().values(), ids=lambda chapter: chapter.module)
