@@ -136,6 +136,18 @@ settings are read from self.defaults: each group has its own, and a schedule cha
 an eps[0] of 0 is taken for None: it means that nothing is limited
 @@ update
 - if eps1 is None => if not eps1
+the decay is multiplied by the whole rate: it is by lr
+@@ update
+- 1 - group["lr"] * group["weight_decay"] => 1 - rate * group["weight_decay"]
+eps[1] is ignored: a parameter counts as at least that large
+@@ update
+- max(eps2, _rms(parameter)) => _rms(parameter)
+eps[0] is added to the squares, as in the paper: PyTorch limits with it what is divided by
+@@ update
+- clamp_(min=eps1**2) => add_(eps1**2)
+tensors of more than two dimensions are not factored
+@@ _second_moment
+- gradient.ndim < 2 => gradient.ndim != 2
 
 # quantize_blockwise
 the 256 values are equally far apart, as in int8: small numbers become 0
@@ -259,6 +271,15 @@ only the first group's states get back their dtypes: the others' bytes stay in t
 the states are loaded and the settings are not
 @@ load_state_dict
 - super().load_state_dict(state_dict) =>
+the weights decay after the step, so the step shrinks too
+@@ update
+- weight.mul_(1 - group["lr"] * group["weight_decay"]) =>
+- weight.add_(mean / root, alpha=-group["lr"] / (1 - beta1**step))
++ weight.add_(mean / root, alpha=-group["lr"] / (1 - beta1**step)).mul_(1 - group["lr"] * group["weight_decay"])
+eps is added before the second moment is corrected for its start at 0
+@@ update
+- (square.sqrt() / math.sqrt(1 - beta2**step)).add_(group["eps"])
++ square.sqrt().add_(group["eps"]) / math.sqrt(1 - beta2**step)
 
 # newton_schulz
 a tall matrix is not transposed: its products then have the long side twice
@@ -294,6 +315,8 @@ one step too many is taken
 - for a, b, c in triples(coefficients, steps): => for a, b, c in triples(coefficients, max(steps, 1)):
 eps is always 1e-7, whatever is given
 - clamp(min=eps) => clamp(min=1e-7)
+A A is taken element by element: it is a matrix product
+- torch.baddbmm(A, A, A, beta=b, alpha=c) => b * A + c * A * A
 
 # singular_values_after
 s is divided by the largest singular value: the norm is the root of the sum of squares
@@ -411,6 +434,12 @@ a single matrix is taken for a list of its rows
 a weight does not decay where o * w is 0: it does where o * w >= 0
 @@ _move
 - o * parameter >= 0 => o * parameter > 0
+the momentum starts as the first gradient, as in torch.optim.SGD: it starts at 0
+@@ _momentum
+- torch.zeros_like(parameter) => gradient.clone()
+a wide matrix gets a shorter step: the original scale is at least 1
+@@ _move
+- math.sqrt(max(1, rows / columns)) => math.sqrt(rows / columns)
 
 # split_parameters
 every matrix goes to Muon, embeddings and head too: only those in the blocks should

@@ -73,6 +73,16 @@ the system message is encoded apart from the user's: together they may have othe
 + turns[0] = ("user", [{"type": "text", "text": text} for text in parts])
 ids and mask are tensors: two lists are wanted
 - return ids[:max_length], mask[:max_length] => return torch.tensor(ids[:max_length]), torch.tensor(mask[:max_length])
+only the last answer is learned: every answer of the assistant is
+- return ids[:max_length], mask[:max_length]
++ last = max([i for i, token in enumerate(ids) if token == special["assistant_start"]], default=0)
++ return ids[:max_length], [int(learned and i > last) for i, learned in enumerate(mask)][:max_length]
+the cut comes before assistant_start, so a prompt is one token longer than max_length
+- if add_generation_prompt:
+-     add([special["assistant_start"]], 0)
+- return ids[:max_length], mask[:max_length]
++ ids, mask = ids[:max_length], mask[:max_length]
++ return (ids + [special["assistant_start"]], mask + [0]) if add_generation_prompt else (ids, mask)
 
 # pack_conversations
 the mask of the input decides: the pair predicts the target, whose own mask counts
@@ -124,6 +134,10 @@ padding is looked for by its id, which a conversation may have, too: then it has
 - return {name: torch.tensor(values, dtype=torch.int64).view(-1, length) for name, values in padded.items()}
 + found = {name: torch.tensor(values, dtype=torch.int64).view(-1, length) for name, values in padded.items()}
 + return found | {"documents": found["documents"].masked_fill(found["inputs"] == pad_id, -1)}
+a conversation that is longer than a row is left out: it is cut
+- if not any(learned): => if not any(learned) or len(mask) > length + 1:
+a conversation whose answer the cut removes stays: nothing of it can be learned
+- if not any(learned): => if not learned or not any(mask[1:]):
 
 # packed_mask
 conversations in one row see each other: the mask is only causal
@@ -244,6 +258,11 @@ the default group is used, whichever is given
 - dist.get_world_size(group) => dist.get_world_size()
 ignore_index is always -100
 - (targets != ignore_index) => (targets != -100)
+the gradients are averaged over the ranks here: the caller does that
+- return _sum_over_ranks(total, group).float()
++ for p in model.parameters():
++     p.grad = _sum_over_ranks(torch.zeros_like(p) if p.grad is None else p.grad, group).div_(n_ranks)
++ return _sum_over_ranks(total, group).float()
 
 # LoRALinear
 the update is scaled by alpha; alpha / r keeps its size when r changes
@@ -348,6 +367,9 @@ merged is already True when the error is raised, so a second merge() says nothin
 + was, self.merged = self.merged, True
 + if not was:
 +     self._add(1)
+dropout comes after A: it belongs to the update's input
+@@ forward
+- self.dropout(x).to(wide) @ self.lora_A.to(wide).T => self.dropout(x.to(wide) @ self.lora_A.to(wide).T)
 
 # add_lora
 everything stays trainable

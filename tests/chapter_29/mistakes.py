@@ -231,6 +231,10 @@ without an old policy another level is accepted
 - expect("level", level, LEVELS)
 + if old_log_probs is not None:
 +     expect("level", level, LEVELS)
+the share counts tokens whose two terms are equal: it is of those whose clipped term is strictly larger
+- clipped > plain => clipped >= plain
+without an old policy the share is a number: it is a tensor
+- torch.zeros((), device=log_probs.device) => 0.0
 
 # importance_weights
 the sampler over the trainer: the weights correct towards the trainer's policy
@@ -363,6 +367,8 @@ without prompts there is no longest row, and an error
 - max(lengths, default=1) => max(lengths)
 the version is not returned
 - | {"version": version} => | {"version": 0}
+T is that of the longest prompt with all of its new tokens: it is the longest row's, and responses may end earlier
+- max(lengths, default=1) => max((len(request.tokens) + max_new_tokens for request in requests), default=1)
 
 # StalenessGate
 the first batch is not counted: at version 0 and staleness 0 no rollout may start
@@ -422,6 +428,17 @@ rollouts that have become too old are dropped by advance(): take() drops them
 of one version the items themselves are sorted: those that finished first go first
 @@ take
 - key=lambda pair: pair[1] => key=lambda pair: (pair[1], pair[0])
+finish() notes the gate's version: a rollout is as old as its start
+@@ finish
+- self._finished.append((item, version)) => self._finished.append((item, self.version))
+take() is taken for an update of the trainer: advance() notes it
+@@ take
+- return [(item, self.version - version) for item, version in batch]
++ self.version += 1
++ return [(item, self.version - 1 - version) for item, version in batch]
+an empty list comes back in place of None
+@@ take
+- return None => return []
 
 # grpo_step
 the advantages are computed in each micro-batch, so a group that is cut has two means
@@ -528,4 +545,15 @@ the group is not passed on, so ranks that do not take part are waited for
 a missing key is a `KeyError` from somewhere inside
 @@ grpo_step
 - check_batch(batch, level, loss_agg_mode, correction, kl_coef) => _ = batch["tokens"], batch["groups"]
+normalize_by_std is not handed on
+- batch["groups"], normalize_by_std) => batch["groups"])
+level is not handed on to policy_loss
+@@ _part_loss
+- *s[:3]) => *s[:2])
+loss_scale_factor is not handed on
+@@ _part_loss
+- s.n_rows, s.loss_scale_factor) => s.n_rows)
+the loss of each rank, which is multiplied by their number, is summed without its average
+@@ grpo_step
+- loss.detach() / settings.n_ranks => loss.detach()
 """)

@@ -369,16 +369,21 @@ def ratios_as_log_probs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Ten
     return (old + torch.tensor(RATIOS, dtype=dtype).log()).requires_grad_(), old
 
 
+def expect_fraction(found: Tensor, expected: Tensor, read: str) -> None:
+    expect_true(isinstance(found, Tensor), "clip_fraction is no tensor", answer=found, read=RETURNS)
+    expect_close(found.float(), expected, name="clip_fraction", read=read)
+
+
 def test_policy_loss_by_hand():
     case(f"ratios {RATIOS}, advantages 2 and -1, mask {MASK}, limits 0.2 and 0.3")
     log_probs, old = ratios_as_log_probs()
     losses, fraction = rewards.policy_loss(log_probs, old, torch.tensor([2.0, -1.0]), mask_of(MASK), 0.2, 0.3)
     expected = torch.tensor([[0.0, -1.0, -2.2, -2.6], [1.25, 0.8, 0.0, 0.0]])
     expect_close(losses.detach(), expected, name="losses", read=CLIP)
-    expect_close(fraction.float(), torch.tensor(2 / 5), name="clip_fraction", read=RETURNS)
+    expect_fraction(fraction, torch.tensor(2 / 5), RETURNS)
     case("the same with advantages 2 and 0: one of five tokens is clipped")
     _, fraction = rewards.policy_loss(log_probs, old, torch.tensor([2.0, 0.0]), mask_of(MASK), 0.2, 0.3)
-    expect_close(fraction.float(), torch.tensor(1 / 5), name="clip_fraction", read=RETURNS)
+    expect_fraction(fraction, torch.tensor(1 / 5), RETURNS)
     case("advantages 2 and -1: gradients of the log-probabilities, 0 where the clipped term counts")
     (gradient,) = torch.autograd.grad(losses.sum(), log_probs)
     expect_close(gradient, torch.tensor([[0.0, -1.0, -2.2, 0.0], [1.25, 0.0, 0.0, 0.0]]), name="gradient", read=CLIP)
@@ -415,7 +420,7 @@ def test_policy_loss_of_a_sequence():
     first, second = (0.5 * 1.1 * 1.5) ** (1 / 3), (1.25 * 0.7) ** (1 / 2)
     expected = torch.tensor([[0.0] + [-2 * first] * 3, [second] * 2 + [0.0] * 2], dtype=torch.float64)
     expect_close(losses.detach(), expected, name="losses", read=SEQUENCE)
-    expect_close(fraction.float(), torch.tensor(0.0), name="clip_fraction", read=RETURNS)
+    expect_fraction(fraction, torch.tensor(0.0), RETURNS)
     case("the same: the mean over a row's tokens has the gradient of the sequence's objective")
     mask = mask_of(MASK).double()
     counts = mask.sum(-1)
@@ -436,7 +441,7 @@ def test_policy_loss_of_a_sequence():
         log_probs, old, torch.tensor([-2.0, -1.0]).double(), mask_of(MASK), 0.05, 0.05, "sequence"
     )
     expect_close(tight[0, 1].detach(), torch.tensor(1.9, dtype=torch.float64), name="loss", read=CLIP)
-    expect_close(fraction.float(), torch.tensor(1.0), name="clip_fraction", read=RETURNS)
+    expect_fraction(fraction, torch.tensor(1.0), RETURNS)
 
 
 def test_policy_loss_without_an_old_policy():
@@ -445,7 +450,7 @@ def test_policy_loss_without_an_old_policy():
     losses, fraction = rewards.policy_loss(log_probs, None, torch.tensor([2.0, -1.0]), mask_of(MASK))
     expected = torch.tensor([[-2.0], [1.0]]) * log_probs.detach() * mask_of(MASK)
     expect_close(losses.detach(), expected, name="losses", read=ARGS)
-    expect_close(fraction.float(), torch.tensor(0.0), name="clip_fraction", read=ARGS)
+    expect_fraction(fraction, torch.tensor(0.0), ARGS)
     (gradient,) = torch.autograd.grad(losses.sum(), log_probs)
     expect_close(gradient, torch.tensor([[-2.0], [1.0]]) * mask_of(MASK), name="gradient", read=ARGS)
 
@@ -464,14 +469,14 @@ def test_policy_loss_reads_nothing_masked(level, dtype):
         y, a = old.masked_fill(hidden, NAN), advantages.masked_fill(hidden, bad)
         losses, found = rewards.policy_loss(x, y, a, mask_of(MASK, dtype), level=level)
         expect_close(losses.detach(), plain.detach(), name="losses", read=ARGS)
-        expect_close(found.float(), fraction.float(), name="clip_fraction", read=ARGS)
+        expect_fraction(found, fraction.float(), ARGS)
         expect_close(torch.autograd.grad(losses.sum(), x)[0], gradient, name="gradient", read=ARGS)
         losses, _ = rewards.policy_loss(x, None, a, mask_of(MASK, dtype), level=level)
         expect_true(bool(losses.detach()[hidden].eq(0).all()), "REINFORCE's losses where masked should be 0", read=ARGS)
     case(f"level={level!r}: a row without a token, and none in any row")
     losses, found = rewards.policy_loss(log_probs, old, advantages, torch.zeros(2, 4, dtype=dtype), level=level)
     expect_close(losses.detach(), torch.zeros(2, 4), name="losses", read=RETURNS)
-    expect_close(found.float(), torch.tensor(0.0), name="clip_fraction", read=RETURNS)
+    expect_fraction(found, torch.tensor(0.0), RETURNS)
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
@@ -502,7 +507,7 @@ def test_policy_loss_has_one_gradient_and_no_third_clip():
     _, fraction = rewards.policy_loss(
         torch.full((1, 1), math.log(2)), torch.zeros(1, 1), torch.tensor([0.0]), torch.ones(1, 1)
     )
-    expect_close(fraction.float(), torch.tensor(0.0), name="clip_fraction", read=RETURNS)
+    expect_fraction(fraction, torch.tensor(0.0), RETURNS)
 
 
 def test_policy_loss_refuses_another_level():
