@@ -519,6 +519,10 @@ each goes to the rank with the fewest matrices so far, not with the least work
 - load[owners[i]] += flops[i] => load[owners[i]] += 1
 the work is taken for rows squared times columns, although the products of a tall matrix are those of its transpose
 - newton_schulz_flops(shape, steps) for shape in shapes => shape[0] ** 2 * shape[1] for shape in shapes
+the ranks take turns there and back, whatever their matrices cost
+- owners[i] = load.index(min(load))
++ turn = sorted(range(len(flops)), key=lambda i: -flops[i]).index(i)
++ owners[i] = [*range(n_ranks), *reversed(range(n_ranks))][turn % (2 * n_ranks)]
 
 # ShardedMuon
 each rank orthogonalizes its own rows: the orthogonalized part is not the part of the orthogonalized whole
