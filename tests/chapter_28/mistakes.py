@@ -205,7 +205,7 @@ ignored targets become 0 in the caller's own tensor
 the logits are taken to be [B, T, V]: they may have any number of dimensions
 - losses = _counted_losses(logits, targets, ignore_index)
 + losses = _counted_losses(logits.flatten(0, 1), targets.flatten(0, 1), ignore_index)
-view fails on logits that are cut out of larger ones: reshape copies them where it must
+view fails on logits or targets that are cut out of larger ones: reshape copies them where it must
 - losses = _counted_losses(logits, targets, ignore_index)
 + losses = _counted_losses(logits.view(-1, logits.shape[-1]), targets.reshape(-1), ignore_index)
 
@@ -589,7 +589,7 @@ probabilities are summed instead of their logarithms
 - (targets != ignore_index, losses) => (targets != ignore_index, (-losses).exp())
 the result has the dtype of the logits: it should be float32
 - .sum(1).float() => .sum(1).to(logits.dtype)
-view fails on logits that are cut out of larger ones: reshape copies them where it must
+view fails on logits or targets that are cut out of larger ones: reshape copies them where it must
 - losses = _counted_losses(logits, targets, ignore_index)
 + losses = _counted_losses(logits.view(-1, logits.shape[-1]), targets.reshape(-1), ignore_index)
 

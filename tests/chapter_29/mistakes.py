@@ -165,7 +165,7 @@ a temperature of 0 or less is not refused
 - if not temperature > 0: => if temperature is None:
 only a temperature of 0 is refused
 - if not temperature > 0: => if temperature == 0:
-view fails on hidden states that are cut out of larger ones: reshape copies them where it must
+view fails on hidden states or targets that are cut out of larger ones: reshape copies them where it must
 @@ _LogProbs.forward
 - hidden.reshape(-1, hidden.shape[-1]) => hidden.view(-1, hidden.shape[-1])
 view fails on a gradient that is a transpose: reshape copies it where it must
