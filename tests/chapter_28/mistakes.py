@@ -370,6 +370,14 @@ merged is already True when the error is raised, so a second merge() says nothin
 dropout comes after A: it belongs to the update's input
 @@ forward
 - self.dropout(x).to(wide) @ self.lora_A.to(wide).T => self.dropout(x.to(wide) @ self.lora_A.to(wide).T)
+the base is called without gradients, so that nothing below the layer learns through it
+@@ forward
+- y = self.base(x)
++ with torch.no_grad():
++     y = self.base(x)
+the update's input is detached, so that nothing below the layer learns through it
+@@ forward
+- self.dropout(x).to(wide) => self.dropout(x.detach()).to(wide)
 
 # add_lora
 everything stays trainable
@@ -541,6 +549,10 @@ the gradient of x is computed in float32, also for an x in float64
 @@ _NF4Product.backward
 - grad @ nf4_dequantize(packed, absmax, ctx.shape, grad.dtype)
 + grad.float() @ nf4_dequantize(packed, absmax, ctx.shape, torch.float32)
+the given layer's weight is replaced by the rounded one: it should be left unchanged
+@@ __init__
+  self.register_buffer("packed", packed)
++ linear.weight.data = nf4_dequantize(packed, absmax, linear.weight.shape)
 
 # finetuning_memory_bytes
 gradients are counted for frozen weights, too

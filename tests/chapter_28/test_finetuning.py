@@ -897,6 +897,7 @@ def test_nf4_dequantize_rounds_once():
 def test_NF4Linear_equals_a_dense_layer():
     for bias in (True, False):
         linear = nn.Linear(48, 8, bias=bias)
+        given = linear.weight.detach().clone()
         layer = ft.NF4Linear(linear, 16)
         case(f"in = 48, out = 8, bias = {bias}: buffers and no parameters")
         names = {"packed", "absmax", "bias"} if bias else {"packed", "absmax"}
@@ -904,6 +905,7 @@ def test_NF4Linear_equals_a_dense_layer():
         expect_equal(len(list(layer.parameters())), 0, name="number of parameters", read=STATE)
         expect_equal((layer.in_features, layer.out_features), (48, 8), name="features", read=STATE)
         expect_true(linear.weight.requires_grad, "the given layer is left unchanged: it can still learn", read=ARGS)
+        expect_close(linear.weight.detach(), given, atol=0, rtol=0, name="weight of the given layer", read=ARGS)
         weight = _nf4_weight(linear, 16)
         for dtype in (torch.float32, torch.bfloat16, torch.float64):
             case(f"in = 48, out = 8, bias = {bias}, x [2, 3, 48] in {dtype}")

@@ -556,4 +556,12 @@ loss_scale_factor is not handed on
 the loss of each rank, which is multiplied by their number, is summed without its average
 @@ grpo_step
 - loss.detach() / settings.n_ranks => loss.detach()
+the optimizer steps after each micro-batch: one batch makes one step
+@@ grpo_step
+- loss.backward()
++ loss.backward()
++ optimizer.step()
+the batch's old log-probabilities are not used: the ratios are always 1
+@@ _part_loss
+- part.get("old_log_probs", log_probs.detach()) => log_probs.detach()
 """)
