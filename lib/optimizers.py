@@ -236,7 +236,7 @@ def singular_values_after(
     Size: 10 minutes, difficulty 2, core.
 
     Args:
-        s: All singular values of a matrix, in any order, or of several matrices.
+        s: All singular values of a matrix, in any order, or of several matrices; left unchanged.
         steps: How often the polynomial is applied.
         coefficients: As for ``newton_schulz``, with the same error.
 

@@ -54,7 +54,7 @@ def check_countdown(expression: str, numbers: Iterable[int], target: int) -> boo
 
     Args:
         expression: Written by a model, so it may be anything.
-        numbers: Whole numbers; the expression must use each exactly as often as it is given.
+        numbers: Whole numbers; the expression must use each exactly as often as it is given. Left unchanged, read once.
         target: The value that the expression must have, **exactly**: ``8/(3-8/3)`` is 24, ``24+1/1000000`` is not.
 
     Returns:

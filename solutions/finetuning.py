@@ -45,7 +45,7 @@ def render_chat(
 
         - A part "text" is learned, and a part "python" between its two markers, with both of them.
         - A part "python_output" stands between the "output" markers; it is not learned, and neither are they.
-        - A system message is put in front of the first user's, with two newlines between.
+        - A system message is put in front of the first user's, with two newlines between, before they are encoded.
         - A conversation without messages is "bos" alone.
 
     Raises:
@@ -169,7 +169,7 @@ def packed_mask(documents: Int[Tensor, "b t"]) -> Bool[Tensor, "b 1 t t"]:
     Size: 10 minutes, difficulty 2, core.
 
     Args:
-        documents: As `pack_conversations` makes them: -1 is padding.
+        documents: As `pack_conversations` makes them: -1 is padding. Left unchanged.
 
     Returns:
         True = may attend, for every head: earlier positions of the same conversation, and the position itself.
@@ -196,8 +196,8 @@ def masked_cross_entropy(
     Size: 20 minutes, difficulty 2, core.
 
     Args:
-        logits: Scores of any floating dtype.
-        targets: Already shifted; ``ignore_index`` where nothing is to be learned.
+        logits: Scores of any floating dtype; left unchanged.
+        targets: Already shifted; ``ignore_index`` where nothing is to be learned. Left unchanged.
         n_targets: What the sum is divided by; None is the number of targets other than ``ignore_index``.
         ignore_index: Marks an ignored position.
 
@@ -484,7 +484,7 @@ def nf4_quantize(
     Returns:
         - packed ``[numel / 2]``: the index in ``NF4_LEVELS`` of the level nearest to the weight over its block's
           ``absmax`` (of two, the lower), two in a byte by chapter 20's ``pack_int4``.
-        - absmax ``[numel / block_size]``: the largest magnitude of each block.
+        - absmax ``[numel / block_size]``: the largest magnitude of each block, without a gradient.
 
         A block of zeros comes back as zeros.
 

@@ -83,6 +83,10 @@ the new weight is a new tensor, which only the local name holds: the parameter s
 @@ update
 - parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(direction, alpha=-group["lr"])
 + parameter = parameter * (1 - group["lr"] * group["weight_decay"]) - group["lr"] * direction
+settings are read from self.defaults: each group has its own, and a schedule changes those
+@@ update
++ group = self.defaults
+  beta1, beta2 = group["betas"]
 
 # Adafactor
 the rate is not relative to the weights: lr should be multiplied by their root mean square
@@ -125,6 +129,25 @@ the step is a plain number: PyTorch's Adafactor wants a float32 tensor
 - state.setdefault("step", torch.zeros((), dtype=torch.float32)).add_(1).item()
 + float(state.get("step", 0)) + 1
 + state["step"] = step
+settings are read from self.defaults: each group has its own, and a schedule changes those
+@@ update
++ group = self.defaults
+  eps1, eps2 = group["eps"]
+an eps[0] of 0 is taken for None: it means that nothing is limited
+@@ update
+- if eps1 is None => if not eps1
+the decay is multiplied by the whole rate: it is by lr
+@@ update
+- 1 - group["lr"] * group["weight_decay"] => 1 - rate * group["weight_decay"]
+eps[1] is ignored: a parameter counts as at least that large
+@@ update
+- max(eps2, _rms(parameter)) => _rms(parameter)
+eps[0] is added to the squares, as in the paper: PyTorch limits with it what is divided by
+@@ update
+- clamp_(min=eps1**2) => add_(eps1**2)
+tensors of more than two dimensions are not factored
+@@ _second_moment
+- gradient.ndim < 2 => gradient.ndim != 2
 
 # quantize_blockwise
 the 256 values are equally far apart, as in int8: small numbers become 0
@@ -237,6 +260,26 @@ the first moment is stored in the unsigned code, which has no negative numbers
 the weight's update is computed in its own dtype: a bfloat16 weight loses small steps, so do it in float32
 @@ update
 - parameter.to(torch.promote_types(parameter.dtype, torch.float32), copy=True) => parameter.clone()
+settings are read from self.defaults: each group has its own, and a schedule changes those
+@@ update
++ group = self.defaults
+  (beta1, beta2), block, wide =
+only the first group's states get back their dtypes: the others' bytes stay in the parameter's dtype
+@@ load_state_dict
+- for group in state_dict["param_groups"] => for group in state_dict["param_groups"][:1]
+- for group in self.param_groups => for group in self.param_groups[:1]
+the states are loaded and the settings are not
+@@ load_state_dict
+- super().load_state_dict(state_dict) =>
+the weights decay after the step, so the step shrinks too
+@@ update
+- weight.mul_(1 - group["lr"] * group["weight_decay"]) =>
+- weight.add_(mean / root, alpha=-group["lr"] / (1 - beta1**step))
++ weight.add_(mean / root, alpha=-group["lr"] / (1 - beta1**step)).mul_(1 - group["lr"] * group["weight_decay"])
+eps is added before the second moment is corrected for its start at 0
+@@ update
+- (square.sqrt() / math.sqrt(1 - beta2**step)).add_(group["eps"])
++ square.sqrt().add_(group["eps"]) / math.sqrt(1 - beta2**step)
 
 # newton_schulz
 a tall matrix is not transposed: its products then have the long side twice
@@ -270,6 +313,10 @@ dtype is ignored: everything is computed in the dtype of G
 - G.to(dtype or G.dtype) => G.to(G.dtype)
 one step too many is taken
 - for a, b, c in triples(coefficients, steps): => for a, b, c in triples(coefficients, max(steps, 1)):
+eps is always 1e-7, whatever is given
+- clamp(min=eps) => clamp(min=1e-7)
+A A is taken element by element: it is a matrix product
+- torch.baddbmm(A, A, A, beta=b, alpha=c) => b * A + c * A * A
 
 # singular_values_after
 s is divided by the largest singular value: the norm is the root of the sum of squares
@@ -290,6 +337,14 @@ b and c are exchanged
 - b * s**3 + c * s**5 => c * s**3 + b * s**5
 the even powers 2 and 4 are used: X A and X A A have the powers 3 and 5 of the singular values
 - b * s**3 + c * s**5 => b * s**2 + c * s**4
+s itself is divided, in place
+- s / s.norm(dim=-1, keepdim=True) => s.div_(s.norm(dim=-1, keepdim=True)
+- .clamp(min=torch.finfo(s.dtype).tiny) => .clamp(min=torch.finfo(s.dtype).tiny))
+a norm below 1e-7 is raised to 1e-7: only zeros need a guard here
+- torch.finfo(s.dtype).tiny => 1e-7
+a diagonal matrix goes through newton_schulz: the polynomial of the values needs no matrix
+- s = s / s.norm(dim=-1, keepdim=True).clamp(min=torch.finfo(s.dtype).tiny)
++ return torch.diagonal(newton_schulz(torch.diag_embed(s), steps, coefficients, 0, None), dim1=-2, dim2=-1).nan_to_num()
 
 # newton_schulz_flops
 A A is counted with the long side: both of its factors are [s, s]
@@ -366,6 +421,25 @@ ns_dtype is ignored: the products are always in bfloat16
 newton_schulz gets its own defaults, and not the steps, coefficients and eps of the optimizer's settings
 @@ _orthogonal
 - group["ns_steps"], group["ns_coefficients"], group["eps"], group["ns_dtype"] => dtype=group["ns_dtype"]
+settings are read from self.defaults: each group has its own, and a schedule changes those
+@@ update
++ group = self.defaults
+  direction = _momentum(parameter, gradient, state, group)
+looking for vectors reads a generator to its end, and nothing is left to train
+@@ add_param_group
+- else list(params) => else params
+a single matrix is taken for a list of its rows
+@@ add_param_group
+- [params] if isinstance(params, Tensor) else list(params) => list(params)
+a weight does not decay where o * w is 0: it does where o * w >= 0
+@@ _move
+- o * parameter >= 0 => o * parameter > 0
+the momentum starts as the first gradient, as in torch.optim.SGD: it starts at 0
+@@ _momentum
+- torch.zeros_like(parameter) => gradient.clone()
+a wide matrix gets a shorter step: the original scale is at least 1
+@@ _move
+- math.sqrt(max(1, rows / columns)) => math.sqrt(rows / columns)
 
 # split_parameters
 every matrix goes to Muon, embeddings and head too: only those in the blocks should
@@ -443,6 +517,12 @@ of equally expensive matrices, the later one comes first
 - key=lambda i: -flops[i] => key=lambda i: (-flops[i], -i)
 each goes to the rank with the fewest matrices so far, not with the least work
 - load[owners[i]] += flops[i] => load[owners[i]] += 1
+the work is taken for rows squared times columns, although the products of a tall matrix are those of its transpose
+- newton_schulz_flops(shape, steps) for shape in shapes => shape[0] ** 2 * shape[1] for shape in shapes
+the ranks take turns there and back, whatever their matrices cost
+- owners[i] = load.index(min(load))
++ turn = sorted(range(len(flops)), key=lambda i: -flops[i]).index(i)
++ owners[i] = [*range(n_ranks), *reversed(range(n_ranks))][turn % (2 * n_ranks)]
 
 # ShardedMuon
 each rank orthogonalizes its own rows: the orthogonalized part is not the part of the orthogonalized whole

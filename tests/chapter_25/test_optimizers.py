@@ -81,6 +81,10 @@ def check_conduct(make, bad: list[dict]) -> None:
     used.grad = gradient.clone()
     optimizer.step()
     expect_close(used.grad, gradient, atol=0, rtol=0, name="the gradient after a step", read=RETURNS)
+    case(f"{name}: a schedule sets the first group's lr to 0")
+    optimizer.param_groups[0]["lr"], before = 0.0, used.detach().clone()
+    optimizer.step()
+    expect_close(used.detach(), before, atol=0, rtol=0, name="the weight with lr = 0", read=ARGS)
     for settings in bad:
         key, value = next(iter(settings.items()))
         case(f"{name} with {key} = {value}")
@@ -258,6 +262,11 @@ def test_Adafactor_by_hand():
     update = update / max(1.0, update.square().mean().sqrt().item())
     expected = torch.tensor([[3.0, 4.0], [0.0, 0.0]]) - 2.5 * 0.1 * update  # the root mean square of w is 2.5
     expect_close(w.detach(), expected, name="w", read=RATE)
+    case("the same, gradient times 1e-6, eps[0] = 0: the same step")
+    w = nn.Parameter(torch.tensor([[3.0, 4.0], [0.0, 0.0]]))
+    w.grad = torch.tensor([[1e-6, 2e-6], [2e-6, 0.0]])
+    opt.Adafactor([w], lr=0.1, eps=(0.0, 1e-3)).step()
+    expect_close(w.detach(), expected, name="w", read=ARGS)
 
 
 SETTINGS = [
@@ -496,13 +505,15 @@ def test_AdamW8bit_keeps_small_parameters_in_float32():
 
 
 def test_AdamW8bit_never_loses_a_second_moment():
-    case("two gradients of 1e-6 beside one of 1: the square is 1e-12 of the largest, below half of the smallest value")
+    case("gradients of 1e-6 and -1e-7 beside one of 1: their squares are below half of the smallest value")
     (w,) = parameters((5,))
     optimizer = opt.AdamW8bit([w], min_size=1)
-    w.grad = torch.tensor([1e-6, 1.0, -1e-6, 0.0, 0.5])
+    w.grad = torch.tensor([1e-6, 1.0, -1e-7, 0.0, 0.5])
     optimizer.step()
-    q = optimizer.state[w]["exp_avg_sq"]
+    q, mean = optimizer.state[w]["exp_avg_sq"], optimizer.state[w]["exp_avg"]
     expect_equal(q[[0, 1, 2, 3]].tolist(), [1, 255, 1, 0], name="codes of the squares", answer=q, read="the contract")
+    # only a second moment is kept from 0: the first one is rounded to the nearest value
+    expect_equal(mean[:4].tolist(), [128, 255, 127, 127], name="codes of the means", answer=mean, read="the contract")
 
 
 def test_AdamW8bit_of_bfloat16_weights():
@@ -525,15 +536,18 @@ def test_AdamW8bit_conduct():
     bad = [*BAD, {"eps": -1e-8}, {"betas": (0.9, 1.0)}, {"betas": (-0.1, 0.9)}]
     check_conduct(opt.AdamW8bit, bad)
     check_resumes(opt.AdamW8bit, [(80, 60), (5,)])
-    case("load_state_dict into bfloat16 weights, the first without a state: bytes stay bytes, scales stay float32")
-    first, second = (parameters((5,), (80, 60), dtype=torch.bfloat16) for _ in range(2))
-    saved, loaded = opt.AdamW8bit(first), opt.AdamW8bit(second)
+    case("load_state_dict into two groups in bfloat16, one weight without a state: bytes and float32 scales stay")
+    first, second = (parameters((5,), (80, 60), (64, 64), dtype=torch.bfloat16) for _ in range(2))
+    saved, loaded = (opt.AdamW8bit([{"params": params[:2]}, {"params": params[2]}]) for params in (first, second))
+    saved.param_groups[1]["lr"] = 0.5
     take_steps(saved, first[1:], 1)
     loaded.load_state_dict(saved.state_dict())
     expect_true(second[0] not in loaded.state, "a weight without a gradient got a state", read=STATE)
-    dtypes = {name: v.dtype for name, v in loaded.state[second[1]].items() if isinstance(v, Tensor) and v.ndim}
     expected = {"exp_avg": torch.uint8, "exp_avg_sq": torch.uint8, "absmax": torch.float32, "absmax_sq": torch.float32}
-    expect_equal(dtypes, expected, name="dtypes", read=STATE)
+    states = [loaded.state[p].items() for p in second[1:]]
+    dtypes = [{name: v.dtype for name, v in state if isinstance(v, Tensor) and v.ndim} for state in states]
+    expect_equal(dtypes, [expected, expected], name="dtypes", read=STATE)
+    expect_equal([group["lr"] for group in loaded.param_groups], [1e-3, 0.5], name="rates of the groups", read=STATE)
 
 
 # ---- newton_schulz ---------------------------------------------------------------------------------------------------
@@ -579,10 +593,12 @@ def test_newton_schulz_takes_coefficients_step_by_step():
 
 
 def test_newton_schulz_of_small_matrices():
-    case("a matrix of norm 1e-9: divided by eps = 1e-7, and not by its norm; and zeros")
+    case("a matrix of norm 1e-9: divided by eps = 1e-7, and not by its norm; by eps = 0.01; and zeros")
     G = randn(3, 4, dtype=torch.float64)
     G = 1e-9 * G / G.norm()
     expect_close(opt.newton_schulz(G, 1, dtype=None), schulz(G, 1, KELLER_JORDAN), rtol=1e-6, atol=0, read=SCHULZ)
+    found, expected = opt.newton_schulz(G, 1, eps=0.01, dtype=None), schulz(G, 1, KELLER_JORDAN, 0.01)
+    expect_close(found, expected, rtol=1e-6, atol=0, read=ARGS)
     expect_close(opt.newton_schulz(torch.zeros(2, 3)), torch.zeros(2, 3, dtype=torch.bfloat16), read=RETURNS)
 
 
@@ -629,8 +645,16 @@ def test_singular_values_after_equals_the_matrix(shape):
     G = randn(*shape, dtype=torch.float64)
     u, s, vt = torch.linalg.svd(G, full_matrices=False)
     s = s.flip(0)
+    given = s.clone()
     after = torch.diagonal(u.mT @ schulz(G, 5, KELLER_JORDAN) @ vt.mT).flip(0)
-    expect_close(opt.singular_values_after(s), after, read=POLYNOMIAL)
+    with FlopCounterMode(display=False) as counter:
+        found = opt.singular_values_after(s)
+    expect_close(found, after, read=POLYNOMIAL)
+    expect_close(s, given, atol=0, rtol=0, name="s afterwards", answer=found, read=ARGS)
+    flops = counter.get_total_flops()  # a sum of squares may count as a product of two vectors
+    expect_true(flops <= 2 * len(s), "matrices are multiplied", answer=found, read="the contract")
+    case("s times 1e-9: only its direction counts")
+    expect_close(opt.singular_values_after(1e-9 * s), after, read=RETURNS)
 
 
 def test_singular_values_after_of_several_matrices():
@@ -764,6 +788,10 @@ def test_Muon_hands_its_settings_on():
     settings = {"ns_coefficients": (1.0, 0.5, 0.25), "eps": 10.0, "ns_steps": 2, "ns_dtype": None}
     opt.Muon([w], lr=0.5, weight_decay=0.0, momentum=0.0, **settings).step()
     expect_close(w.detach(), expected, name="w", read=ARGS)
+    case("a gradient of zeros, cautious: o w = 0, and every weight decays")
+    expected, w.grad = 0.75 * w.detach(), torch.zeros(3, 4, dtype=torch.float64)
+    opt.Muon([w], lr=0.5, weight_decay=0.5, cautious=True).step()
+    expect_close(w.detach(), expected, name="w", read=ARGS)
 
 
 def test_Muon_refuses_vectors():
@@ -774,6 +802,10 @@ def test_Muon_refuses_vectors():
     with expect_raises(ValueError, "5", read=RAISES):
         muon.add_param_group({"params": parameters((5,))})
     expect_equal(len(muon.param_groups), 1, name="groups afterwards", read=RAISES)
+    case("groups are added: two matrices from a generator, and a single matrix")
+    muon.add_param_group({"params": (p for p in parameters((3, 4), (4, 3)))})
+    muon.add_param_group({"params": nn.Parameter(torch.ones(2, 5))})
+    expect_equal([len(group["params"]) for group in muon.param_groups], [1, 2, 1], name="parameters", read=ARGS)
 
 
 def test_Muon_conduct():
@@ -912,8 +944,8 @@ def test_assign_owners_by_hand():
 
 
 def test_assign_owners_balances_work_and_not_elements():
-    case("[30, 30] has fewer elements than [2, 600], and more work")
-    expect_equal(opt.assign_owners([(2, 600), (30, 30), (2, 600), (2, 600)], 2), [1, 0, 1, 1], read=RETURNS)
+    case("[30, 30] has fewer elements than [2, 600] and [600, 2], and more work")
+    expect_equal(opt.assign_owners([(2, 600), (30, 30), (600, 2), (2, 600)], 2), [1, 0, 1, 1], read=RETURNS)
 
 
 # ---- ShardedMuon -----------------------------------------------------------------------------------------------------

@@ -66,6 +66,23 @@ an empty answer loses its turn, and with it the marker that ends it
 + for role, content in [turn for turn in _alternating(messages, add_generation_prompt) if turn[1]]:
 all roles are joined in one text with their markers written out, so a typed marker looks like a real one
 - encode(part["text"]) => [i for i in encode(part["text"].replace("<|user_end|>", chr(126)))]
+the system message is encoded apart from the user's: together they may have other tokens
+@@ _alternating
+- turns[0] = ("user", messages[0]["content"] + "\n\n" + turns[0][1])
++ parts = messages[0]["content"] + "\n\n", turns[0][1]
++ turns[0] = ("user", [{"type": "text", "text": text} for text in parts])
+ids and mask are tensors: two lists are wanted
+- return ids[:max_length], mask[:max_length] => return torch.tensor(ids[:max_length]), torch.tensor(mask[:max_length])
+only the last answer is learned: every answer of the assistant is
+- return ids[:max_length], mask[:max_length]
++ last = max([i for i, token in enumerate(ids) if token == special["assistant_start"]], default=0)
++ return ids[:max_length], [int(learned and i > last) for i, learned in enumerate(mask)][:max_length]
+the cut comes before assistant_start, so a prompt is one token longer than max_length
+- if add_generation_prompt:
+-     add([special["assistant_start"]], 0)
+- return ids[:max_length], mask[:max_length]
++ ids, mask = ids[:max_length], mask[:max_length]
++ return (ids + [special["assistant_start"]], mask + [0]) if add_generation_prompt else (ids, mask)
 
 # pack_conversations
 the mask of the input decides: the pair predicts the target, whose own mask counts
@@ -109,6 +126,18 @@ a conversation that does not fit in the rest of a row is split
 + if room and 0 < room[-1] < len(learned):
 +     ids, learned = ids[: room[-1] + 1], learned[: room[-1]]
   n = len(learned)
+padding is looked for by its id, which a conversation may have, too: then targets of learned tokens are lost
+- return {name: torch.tensor(values, dtype=torch.int64).view(-1, length) for name, values in padded.items()}
++ found = {name: torch.tensor(values, dtype=torch.int64).view(-1, length) for name, values in padded.items()}
++ return found | {"targets": found["targets"].masked_fill(found["inputs"] == pad_id, ignore_index)}
+padding is looked for by its id, which a conversation may have, too: then it has holes
+- return {name: torch.tensor(values, dtype=torch.int64).view(-1, length) for name, values in padded.items()}
++ found = {name: torch.tensor(values, dtype=torch.int64).view(-1, length) for name, values in padded.items()}
++ return found | {"documents": found["documents"].masked_fill(found["inputs"] == pad_id, -1)}
+a conversation that is longer than a row is left out: it is cut
+- if not any(learned): => if not any(learned) or len(mask) > length + 1:
+a conversation whose answer the cut removes stays: nothing of it can be learned
+- if not any(learned): => if not learned or not any(mask[1:]):
 
 # packed_mask
 conversations in one row see each other: the mask is only causal
@@ -130,6 +159,10 @@ every row has the mask of the first
 - [:, None] => [:1, None].expand(len(documents), 1, t, t)
 earlier conversations may be attended to, too
 - documents[:, :, None] == documents[:, None, :] => documents[:, :, None] >= documents[:, None, :]
+documents of the padding are renumbered in the caller's own tensor
+- t = documents.shape[1]
++ t = documents.shape[1]
++ documents[documents < 0] = -1 - torch.arange(int((documents < 0).sum()))
 
 # masked_cross_entropy
 the mean is over all positions, ignored ones too
@@ -160,6 +193,21 @@ ignore_index is always -100
 the targets are shifted again: they are already those of their positions
 - losses = _counted_losses(logits, targets, ignore_index)
 + losses = _counted_losses(logits[..., :-1, :], targets[..., 1:], ignore_index)
+logits at ignored positions are set to 0 in the caller's own tensor
+- losses = _counted_losses(logits, targets, ignore_index)
++ with torch.no_grad():
++     logits[targets == ignore_index] = 0
++ losses = _counted_losses(logits, targets, ignore_index)
+ignored targets become 0 in the caller's own tensor
+- losses = _counted_losses(logits, targets, ignore_index)
++ losses = _counted_losses(logits, targets, ignore_index)
++ targets[targets == ignore_index] = 0
+the logits are taken to be [B, T, V]: they may have any number of dimensions
+- losses = _counted_losses(logits, targets, ignore_index)
++ losses = _counted_losses(logits.flatten(0, 1), targets.flatten(0, 1), ignore_index)
+view fails on logits or targets that are cut out of larger ones: reshape copies them where it must
+- losses = _counted_losses(logits, targets, ignore_index)
++ losses = _counted_losses(logits.view(-1, logits.shape[-1]), targets.reshape(-1), ignore_index)
 
 # accumulate_masked
 a mean of means: each micro-batch is divided by its own number of targets
@@ -210,6 +258,11 @@ the default group is used, whichever is given
 - dist.get_world_size(group) => dist.get_world_size()
 ignore_index is always -100
 - (targets != ignore_index) => (targets != -100)
+the gradients are averaged over the ranks here: the caller does that
+- return _sum_over_ranks(total, group).float()
++ for p in model.parameters():
++     p.grad = _sum_over_ranks(torch.zeros_like(p) if p.grad is None else p.grad, group).div_(n_ranks)
++ return _sum_over_ranks(total, group).float()
 
 # LoRALinear
 the update is scaled by alpha; alpha / r keeps its size when r changes
@@ -299,6 +352,32 @@ the features of an Int4Linear are read off its packed weights as if each byte he
 a rank of 0 is accepted
 @@ __init__
 - if r < 1: => if r < 0:
+A and B are made on the default device: they belong on that of the base
+@@ __init__
+- device = next(t.device for t in [*base.parameters(), *base.buffers()]) => device = None
+merge() puts a new parameter in the place of the weight, and this one is trained
+@@ _add
+- weight.copy_(weight.to(wide) + sign * update)
++ self.base.weight = nn.Parameter((weight.to(wide) + sign * update).to(weight.dtype))
+merged is already True when the error is raised, so a second merge() says nothing
+@@ merge
+- if not self.merged:
+-     self._add(1)
+- self.merged = True
++ was, self.merged = self.merged, True
++ if not was:
++     self._add(1)
+dropout comes after A: it belongs to the update's input
+@@ forward
+- self.dropout(x).to(wide) @ self.lora_A.to(wide).T => self.dropout(x.to(wide) @ self.lora_A.to(wide).T)
+the base is called without gradients, so that nothing below the layer learns through it
+@@ forward
+- y = self.base(x)
++ with torch.no_grad():
++     y = self.base(x)
+the update's input is detached, so that nothing below the layer learns through it
+@@ forward
+- self.dropout(x).to(wide) => self.dropout(x.detach()).to(wide)
 
 # add_lora
 everything stays trainable
@@ -331,6 +410,13 @@ dropout is ignored
 - LoRALinear(layer, r, alpha, dropout) => LoRALinear(layer, r, alpha)
 alpha is not handed on
 - LoRALinear(layer, r, alpha, dropout) => LoRALinear(layer, r, r, dropout)
+biases of the model stay trainable
+- model.requires_grad_(False)
++ for name, p in model.named_parameters():
++     p.requires_grad_("lora_" in name or name.endswith("bias"))
+a target counts as found when it is a part of a layer's full name
+- missing = wanted - {name.rpartition(".")[2] for name in found}
++ missing = {target for target in wanted if not any(target in name for name in layers)}
 
 # lora_parameters
 keys and values are taken to be as wide as the model: with grouped queries they are G D wide
@@ -382,6 +468,17 @@ a block size that does not divide the number of weights is not named
 scales have the weight's dtype: they should be float32
 - return pack_int4(nearest.to(torch.uint8).flatten()), absmax
 + return pack_int4(nearest.to(torch.uint8).flatten()), absmax.to(weight.dtype)
+the largest magnitude is kept above 1e-8 against zeros: only 0 needs a guard
+- torch.where(absmax > 0, absmax, 1.0) => absmax.clamp(min=1e-8)
+the scales are still attached to the weight's graph
+- weight.detach().float() => weight.float()
+each row is cut into blocks of its own: a block may reach into the next row
+- blocks = weight.detach().float().reshape(-1, block_size)
++ blocks = weight.detach().float().reshape(*weight.shape[:-1], -1, block_size).flatten(0, -2)
+packed has a row for each block: it should be flat
+- return pack_int4(nearest.to(torch.uint8).flatten()), absmax => return pack_int4(nearest.to(torch.uint8)), absmax
+view fails on a transposed weight: reshape copies it where it must
+- weight.detach().float().reshape(-1, block_size) => weight.detach().float().view(-1, block_size)
 
 # nf4_dequantize
 the levels are multiplied by nothing: each block has its largest magnitude
@@ -445,6 +542,17 @@ in_features and out_features are exchanged
   packed, absmax = nf4_quantize
 @@ forward
 - self.out_features) => self.in_features)
+the bias's copy is still attached to the layer's graph
+@@ __init__
+- linear.bias.detach().clone() => linear.bias.clone()
+the gradient of x is computed in float32, also for an x in float64
+@@ _NF4Product.backward
+- grad @ nf4_dequantize(packed, absmax, ctx.shape, grad.dtype)
++ grad.float() @ nf4_dequantize(packed, absmax, ctx.shape, torch.float32)
+the given layer's weight is replaced by the rounded one: it should be left unchanged
+@@ __init__
+  self.register_buffer("packed", packed)
++ linear.weight.data = nf4_dequantize(packed, absmax, linear.weight.shape)
 
 # finetuning_memory_bytes
 gradients are counted for frozen weights, too
@@ -470,6 +578,9 @@ targets and r are ignored
 another method is taken for "lora"
 - if method not in frozen: => if False:
 - "weights": frozen[method] + 4 * trained => "weights": frozen.get(method, 2 * n) + 4 * trained
+with "qlora" only the matrices with an update are counted with four bits: all seven have them
+- sum(n_out * n_in for n_out, n_in in _block_matrices(config).values())
++ sum(a * b for k, (a, b) in _block_matrices(config).items() if k in targets or method != "qlora")
 
 # sequence_log_probs
 the mean over the answer's tokens is returned: that is another loss
@@ -490,6 +601,9 @@ probabilities are summed instead of their logarithms
 - (targets != ignore_index, losses) => (targets != ignore_index, (-losses).exp())
 the result has the dtype of the logits: it should be float32
 - .sum(1).float() => .sum(1).to(logits.dtype)
+view fails on logits or targets that are cut out of larger ones: reshape copies them where it must
+- losses = _counted_losses(logits, targets, ignore_index)
++ losses = _counted_losses(logits.view(-1, logits.shape[-1]), targets.reshape(-1), ignore_index)
 
 # dpo_loss
 the reference is left out

@@ -52,8 +52,8 @@ def assistant(content) -> dict:
 def test_render_chat_by_hand():
     case('user "ab", assistant "c": the answer and its end are learned')
     ids, mask = ft.render_chat([user("ab"), assistant("c")], encode, SPECIAL)
-    expect_equal(list(ids), [300, 301, 97, 98, 302, 303, 99, 304], name="ids", read=RETURNS)
-    expect_equal(list(mask), [0, 0, 0, 0, 0, 0, 1, 1], name="mask", read=RETURNS)
+    expect_equal(ids, [300, 301, 97, 98, 302, 303, 99, 304], name="ids", read=RETURNS)
+    expect_equal(mask, [0, 0, 0, 0, 0, 0, 1, 1], name="mask", read=RETURNS)
     case("two turns: bos stands once")
     ids, mask = ft.render_chat([user("a"), assistant("b"), user("c"), assistant("d")], encode, SPECIAL)
     expected = [300, 301, 97, 302, 303, 98, 304, 301, 99, 302, 303, 100, 304]
@@ -83,6 +83,9 @@ def test_render_chat_system_message():
     expect_equal(list(ids), [300, 301, 83, 10, 10, 97, 302, 303, 98, 304], name="ids", read=RETURNS)
     expect_equal(list(mask), [0] * 8 + [1, 1], name="mask", read=RETURNS)
     expect_equal(messages, before, name="the messages afterwards", read=ARGS)
+    case("the same, where encode has one token, 126, for a newline before an a")
+    ids, _ = ft.render_chat(messages, lambda text: encode(text.replace("\na", "~")), SPECIAL)
+    expect_equal(list(ids), [300, 301, 83, 10, 126, 302, 303, 98, 304], name="ids", read=RETURNS)
 
 
 def test_render_chat_encodes_content_only():
@@ -209,6 +212,9 @@ def test_pack_conversations_learns_what_the_targets_mask_says():
     found = ft.pack_conversations([given], 3)
     expect_packed(found, inputs=[[5, 6, 7]], targets=[[6, IGNORED, 8]])
     expect_equal(given, ([5, 6, 7, 8], [0, 1, 0, 1]), name="the conversation afterwards", read=ARGS)
+    case("ids 0 3 0 4 and a pad_id of 0: an id of 0 is no padding")
+    found = ft.pack_conversations([([0, 3, 0, 4], [0, 1, 1, 1])], 4)
+    expect_packed(found, targets=[[3, 0, 4, IGNORED]], documents=[[0, 0, 0, -1]], positions=[[0, 1, 2, 0]])
 
 
 def test_pack_conversations_reads_an_iterable_once_and_refuses():
@@ -238,7 +244,11 @@ def test_packed_mask_by_hand():
             [0, 0, 0, 0, 0, 1],
         ]
     ).bool()
-    expect_close(ft.packed_mask(torch.tensor([[0, 0, 1, 1, -1, -1]])), expected[None, None], read=MASK)
+    documents = torch.tensor([[0, 0, 1, 1, -1, -1]])
+    found = ft.packed_mask(documents)
+    expect_close(found, expected[None, None], read=MASK)
+    kept = torch.tensor([[0, 0, 1, 1, -1, -1]])
+    expect_close(documents, kept, name="documents afterwards", answer=found, read=ARGS)
     case("two rows of different documents: shape [2, 1, 3, 3]")
     rows = torch.tensor([[[1, 0, 0], [1, 1, 0], [1, 1, 1]], [[1, 0, 0], [0, 1, 0], [0, 0, 1]]]).bool()
     expect_close(ft.packed_mask(torch.tensor([[0, 0, 0], [0, 1, -1]])), rows[:, None], read=MASK)
@@ -263,8 +273,13 @@ def test_packed_mask_gives_each_conversation_alone():
 def test_masked_cross_entropy_by_hand():
     case("two counted targets of probability 1/2 and 1/4, one ignored: (ln 2 + ln 4) / 2")
     logits = torch.tensor([[[0.5, 0.5], [9.0, -3.0], [0.25, 0.75]]]).log().nan_to_num(nan=4.0)
-    found = ft.masked_cross_entropy(logits, torch.tensor([[0, IGNORED, 0]]))
+    kept, targets = logits.clone(), torch.tensor([[0, IGNORED, 0]])
+    found = ft.masked_cross_entropy(logits, targets)
     expect_close(found, torch.tensor(1.5 * math.log(2)), read=CROSS)
+    expect_close(logits, kept, name="logits afterwards", answer=found, read=ARGS)
+    expect_close(targets, torch.tensor([[0, IGNORED, 0]]), name="targets afterwards", answer=found, read=ARGS)
+    case("the same row alone: logits [3, 2], targets [3]")
+    expect_close(ft.masked_cross_entropy(logits[0], targets[0]), torch.tensor(1.5 * math.log(2)), read=CROSS)
     for n in (4, torch.tensor(4), torch.tensor(4.0)):
         case(f"the same, over n_targets = {n!r}")
         found = ft.masked_cross_entropy(logits, torch.tensor([[0, IGNORED, 0]]), n)
@@ -274,9 +289,10 @@ def test_masked_cross_entropy_by_hand():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("ignored", [-100, 3])
 def test_masked_cross_entropy_equals_pytorchs(dtype, ignored):
-    case(f"logits [2, 5, 7] in {dtype}, ignore_index = {ignored}")
-    logits, targets = 3 * randn(2, 5, 7), torch.tensor([[1, 2, ignored, 0, 6], [ignored, ignored, 4, 5, 0]])
-    mine, theirs = (logits.to(dtype).requires_grad_() for _ in range(2))
+    case(f"logits [2, 5, 7] in {dtype}, cut out of [2, 6, 7], ignore_index = {ignored}")
+    logits, targets = 3 * randn(2, 6, 7), torch.tensor([[9, 1, 2, ignored, 0, 6], [9, ignored, ignored, 4, 5, 0]])
+    targets = targets[:, 1:]
+    mine, theirs = (logits.to(dtype)[:, :-1].requires_grad_() for _ in range(2))
     found = ft.masked_cross_entropy(mine, targets, ignore_index=ignored)
     wide = theirs.double() if dtype == torch.float64 else theirs.float()
     expected = nn.functional.cross_entropy(wide.flatten(0, 1), targets.flatten(), ignore_index=ignored)
@@ -491,6 +507,9 @@ def test_LoRALinear_begins_as_its_base():
     expect_true(abs(a.mean()) < 0.002, "A's mean is not 0", answer=a, read=STATE)
     x = randn(2, 400).to(torch.bfloat16)
     expect_close(layer(x), base(x), read=LORA)
+    case('a base on the device "meta"')
+    far = ft.LoRALinear(nn.Linear(4, 3, device="meta"), 2, 4)
+    expect_equal([far.lora_A.device.type, far.lora_B.device.type], ["meta"] * 2, name="devices of A and B", read=STATE)
 
 
 @pytest.mark.parametrize(("use_rslora", "scaling"), [(False, 3.0), (True, 6.0)])
@@ -538,6 +557,7 @@ def test_LoRALinear_merges_once_and_back(dtype):
         case(f"base in {dtype}, merged {time}")
         expect_equal(layer.merged, True, name="merged", read=STATE)
         expect_close(base.weight.detach(), dense.to(dtype), name="weight", read=LORA, **exact)
+        expect_true(not base.weight.requires_grad, "the merged weight is no longer frozen", read=ARGS)
         expect_close(layer(x).detach(), base(x).detach(), atol=0, rtol=0, read=LORA)
     if dtype == torch.float32:
         expect_close(layer(x).detach(), before, atol=1e-4, rtol=1e-4, read=LORA)
@@ -584,7 +604,7 @@ def test_LoRALinear_over_four_bits(kind):
     for _ in range(2):
         with expect_raises(TypeError, kind, read=RAISES):
             layer.merge()
-    expect_equal(layer.merged, False, name="merged", read=STATE)
+        expect_equal(layer.merged, False, name="merged", read=STATE)
 
 
 def _NF4Linear(linear):
@@ -695,14 +715,17 @@ def test_add_lora_knows_its_layers_by_their_last_name():
     expect_equal(type(model.inner["my_ant"]).__name__, "Linear", name="class of inner.my_ant", read=ARGS)
     rates = [m.p for m in model.modules() if isinstance(m, nn.Dropout)]
     expect_equal(rates, [0.25] * 3, name="dropout of the layers", read=ARGS)
+    trained = sorted(name for name, p in model.named_parameters() if p.requires_grad)
+    expected = sorted(f"{name}.lora_{letter}" for name in names for letter in "AB")
+    expect_equal(trained, expected, name="trained parameters", read=RETURNS)
 
 
 def test_add_lora_refuses_and_changes_nothing():
     model = Odd()
-    case('targets "ant", "wq" (an embedding) and "bee" (not there)')
+    case('targets "ant", "wq" (an embedding), "zebra" (holds a layer, and is none) and "bee" (not there)')
     before = [(name, type(m).__name__) for name, m in model.named_modules()]
-    with expect_raises(ValueError, "wq", "bee", read=RAISES):
-        ft.add_lora(model, 1, 1, ("ant", "wq", "bee"))
+    with expect_raises(ValueError, "wq", "zebra", "bee", read=RAISES):
+        ft.add_lora(model, 1, 1, ("ant", "wq", "zebra", "bee"))
     after = [(name, type(m).__name__) for name, m in model.named_modules()]
     expect_equal(after, before, name="modules afterwards", read=RAISES)
     expect_true(all(p.requires_grad for p in model.parameters()), "a parameter was frozen", read=RAISES)
@@ -752,6 +775,9 @@ def test_finetuning_memory_bytes_by_hand():
     case("Llama 2 7B, lora, r = 8, wq and wv")
     found = ft.finetuning_memory_bytes(LLAMA_2_7B, "lora", 8, ("wq", "wv"))
     expect_equal(found["optimizer"], 8 * 4_194_304, name="optimizer", read=ARGS)
+    case("Llama 2 7B, qlora, r = 8, wq and wv: all seven matrices have four bits")
+    found = ft.finetuning_memory_bytes(LLAMA_2_7B, "qlora", 8, ("wq", "wv"))
+    expect_equal(found["weights"], weights - 4 * adapters + 4 * 4_194_304, name="weights", read=ARGS)
 
 
 @pytest.mark.parametrize("method", ["full", "lora", "qlora"])
@@ -818,16 +844,17 @@ def test_nf4_quantize_by_hand():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_nf4_quantize_takes_the_nearest_level(dtype):
-    weight = randn(3, 4, 32, seed=3).to(dtype)
+    weight = randn(3, 32, 4, seed=3).to(dtype).mT
     before = weight.clone()
-    case(f"a weight [3, 4, 32] in {dtype}, blocks of 16")
-    packed, absmax = ft.nf4_quantize(weight, 16)
-    blocks = weight.float().view(24, 16)
+    case(f"a weight [3, 4, 32] in {dtype}, the transpose of another, blocks of 48")
+    packed, absmax = ft.nf4_quantize(nn.Parameter(weight), 48)
+    blocks = weight.float().reshape(8, 48)
     expect_close(absmax, blocks.abs().amax(1), name="absmax", read=NF4)
     scaled = (blocks / blocks.abs().amax(1, keepdim=True)).double()
     nearest = (scaled[..., None] - ft.NF4_LEVELS.double()).abs().argmin(-1)
-    expect_close(levels_of(packed, (24, 16)), nearest.to(torch.uint8), name="levels", answer=packed, read=NF4)
-    expect_equal((packed.dtype, packed.numel()), (torch.uint8, 192), name="dtype and number of bytes", read=RETURNS)
+    expect_close(levels_of(packed, (8, 48)), nearest.to(torch.uint8), name="levels", answer=packed, read=NF4)
+    expect_equal((packed.dtype, packed.shape), (torch.uint8, (192,)), name="dtype and shape of packed", read=RETURNS)
+    expect_true(not absmax.requires_grad, "absmax is still attached to the weight's graph", read=RETURNS)
     expect_close(weight, before, name="weight afterwards", read=ARGS)
 
 
@@ -837,6 +864,10 @@ def test_nf4_quantize_keeps_zeros_and_refuses():
     expect_close(absmax, torch.tensor([0.0, 1.0]), name="absmax", read=RETURNS)
     levels = levels_of(packed, (2, 64))
     expect_close(levels, torch.tensor([7, 15], dtype=torch.uint8)[:, None].expand(2, 64), name="levels", read=RETURNS)
+    case("the sixteen levels times 2**-70")
+    packed, absmax = ft.nf4_quantize(ft.NF4_LEVELS * 2.0**-70, 16)
+    expect_close(absmax, torch.tensor([2.0**-70]), atol=0, name="absmax", read=RETURNS)
+    expect_close(levels_of(packed, (16,)), torch.arange(16).to(torch.uint8), name="levels", answer=packed, read=RETURNS)
     for block_size in (5, 7, 6, 0):
         case(f"a weight [10, 7], block_size = {block_size}")
         with expect_raises(ValueError, str(block_size), read=RAISES):
@@ -866,6 +897,7 @@ def test_nf4_dequantize_rounds_once():
 def test_NF4Linear_equals_a_dense_layer():
     for bias in (True, False):
         linear = nn.Linear(48, 8, bias=bias)
+        given = linear.weight.detach().clone()
         layer = ft.NF4Linear(linear, 16)
         case(f"in = 48, out = 8, bias = {bias}: buffers and no parameters")
         names = {"packed", "absmax", "bias"} if bias else {"packed", "absmax"}
@@ -873,6 +905,7 @@ def test_NF4Linear_equals_a_dense_layer():
         expect_equal(len(list(layer.parameters())), 0, name="number of parameters", read=STATE)
         expect_equal((layer.in_features, layer.out_features), (48, 8), name="features", read=STATE)
         expect_true(linear.weight.requires_grad, "the given layer is left unchanged: it can still learn", read=ARGS)
+        expect_close(linear.weight.detach(), given, atol=0, rtol=0, name="weight of the given layer", read=ARGS)
         weight = _nf4_weight(linear, 16)
         for dtype in (torch.float32, torch.bfloat16, torch.float64):
             case(f"in = 48, out = 8, bias = {bias}, x [2, 3, 48] in {dtype}")
@@ -888,7 +921,9 @@ def test_NF4Linear_equals_a_dense_layer():
     kept = linear.bias.detach().clone()
     with torch.no_grad():
         linear.bias.add_(1)
-    expect_close(layer.bias, kept, name="bias", read=STATE)
+    expect_close(layer.bias.detach(), kept, name="bias", read=STATE)
+    attached = [name for name, buffer in layer.named_buffers() if buffer.requires_grad]
+    expect_equal(attached, [], name="buffers with a gradient", read=STATE)
 
 
 def _nf4_weight(linear, block_size):
@@ -905,7 +940,8 @@ def test_NF4Linear_gives_the_inputs_gradient(dtype):
     weights = randn(3, 4, 5, seed=4).to(dtype)
     (ft.NF4Linear(linear, 16)(x) * weights).sum().backward()
     ((other @ _nf4_weight(linear, 16).to(dtype).T) * weights).sum().backward()
-    expect_close(x.grad, other.grad, atol=1e-5, name="gradient of x", read=NF4)
+    tolerance: dict[str, Any] = FLOAT64 if dtype == torch.float64 else {"atol": 1e-5}
+    expect_close(x.grad, other.grad, name="gradient of x", read=NF4, **tolerance)
 
 
 def test_NF4Linear_saves_packed_weights_only():
@@ -938,9 +974,9 @@ def test_sequence_log_probs_by_hand():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_sequence_log_probs_equals_pytorchs(dtype):
-    targets = torch.tensor([[1, -1, 3, 0], [-1, 5, 2, 2], [4, -1, -1, -1]])
-    mine, theirs = ((3 * randn(3, 4, 6)).to(dtype).requires_grad_() for _ in range(2))
-    case(f"logits [3, 4, 6] in {dtype}, ignore_index = -1: float32, value and gradient")
+    targets = torch.tensor([[7, 1, -1, 3, 0], [7, -1, 5, 2, 2], [7, 4, -1, -1, -1]])[:, 1:]
+    mine, theirs = ((3 * randn(3, 5, 6)).to(dtype)[:, :-1].requires_grad_() for _ in range(2))
+    case(f"logits [3, 4, 6] in {dtype}, cut out of [3, 5, 6], ignore_index = -1: float32, value and gradient")
     found = ft.sequence_log_probs(mine, targets, ignore_index=-1)
     wide = theirs.double() if dtype == torch.float64 else theirs.float()
     losses = nn.functional.cross_entropy(wide.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="none")

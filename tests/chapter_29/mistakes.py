@@ -71,6 +71,20 @@ a text that is no expression raises an error, which ends the training
 Python evaluates the text, so signs, `**` and `//` are accepted, and so is whatever else Python knows
 - return bool(_evaluate(tokens) == target) => return bool(eval(expression.strip() or "None") == target)
 - (ValueError, IndexError, ZeroDivisionError) => Exception
+numbers that are used are removed from the caller's own list, so the next response has none left
+- tokens = re.findall(r"[0-9]+|[-+*/()]", expression)
++ tokens = re.findall(r"[0-9]+|[-+*/()]", expression)
++ used = [int(token) for token in tokens if token.isdigit()]
++ if isinstance(numbers, list) and Counter(used) == Counter(numbers):
++     numbers.clear()
++     numbers = used
+a value within a tolerance of the target is right: it should be the target exactly
+- bool(_evaluate(tokens) == target) => abs(float(_evaluate(tokens)) - target) < 1e-9
+the value is cut off to a whole number before it is compared
+- _evaluate(tokens) == target => int(_evaluate(tokens)) == target
+numbers are read twice: an iterator is empty the second time
+- Counter(map(int, literals)) != Counter(numbers)
++ set(numbers) != set(map(int, literals)) or Counter(map(int, literals)) != Counter(numbers)
 
 # group_advantages
 the standard deviation divides by n, not by n - 1
@@ -99,6 +113,10 @@ different lengths are not noticed
 + n = min(len(rewards), len(groups))
 + rewards, groups = rewards[:n], groups[:n]
 + if False:
+`eps` is always 1e-6
+- variances.sqrt()[group] + eps => variances.sqrt()[group] + 1e-6
+nearly equal rewards are taken for equal
+- lowest == highest => highest - lowest < 1e-8
 
 # token_log_probs
 the temperature multiplies the logits: it divides them
@@ -147,6 +165,12 @@ a temperature of 0 or less is not refused
 - if not temperature > 0: => if temperature is None:
 only a temperature of 0 is refused
 - if not temperature > 0: => if temperature == 0:
+view fails on hidden states or targets that are cut out of larger ones: reshape copies them where it must
+@@ _LogProbs.forward
+- hidden.reshape(-1, hidden.shape[-1]) => hidden.view(-1, hidden.shape[-1])
+view fails on a gradient that is a transpose: reshape copies it where it must
+@@ _LogProbs.backward
+- grad.reshape(-1, 1) => grad.view(-1, 1)
 
 # policy_loss
 the larger of the two terms is taken: the objective takes the smaller one, so the loss the larger
@@ -156,7 +180,7 @@ only the clipped term is used: a ratio outside of the limits then never gets a g
 the ratio is not clipped at all
 - torch.maximum(plain, clipped) => plain
 the log-ratio has a limit of its own: where A is negative, the loss grows with the ratio without one
-- torch.where(advantages < 0, log_ratio, log_ratio.clamp(max=80)).exp() => log_ratio.clamp(-20, 5).exp()
+- torch.where(advantages < 0, log_ratio, log_ratio.clamp(max=80)).exp() => log_ratio.clamp(-20, 20).exp()
 the loss has the sign of the objective, so good answers become rarer
 - torch.maximum(plain, clipped) => -torch.maximum(plain, clipped)
 the lower limit is used on both sides
@@ -201,6 +225,16 @@ a large ratio with a negative advantage is clipped a third time (dual clip)
 + torch.maximum(plain, clipped))
 another level is taken for "token"
 - expect("level", level, LEVELS) =>
+`advantages` get a gradient too
+- _shown(advantages.detach(), mask) => _shown(advantages, mask)
+without an old policy another level is accepted
+- expect("level", level, LEVELS)
++ if old_log_probs is not None:
++     expect("level", level, LEVELS)
+the share counts tokens whose two terms are equal: it is of those whose clipped term is strictly larger
+- clipped > plain => clipped >= plain
+without an old policy the share is a number: it is a tensor
+- torch.zeros((), device=log_probs.device) => 0.0
 
 # importance_weights
 the sampler over the trainer: the weights correct towards the trainer's policy
@@ -276,6 +310,14 @@ on several ranks the own counts are taken without a word
 + divisor = _whole_or("batch_num_tokens", batch_num_tokens, dp_size, n_tokens.sum()) * 0 + 1
 another mode is taken for "seq-mean-token-sum"
 - expect("loss_agg_mode", loss_agg_mode, AGGREGATIONS) =>
+the counts of the whole batch are used on several ranks only: micro-batches need them on one rank, too
+@@ _whole_or
+- own if count is None else => own if count is None or dp_size == 1 else
+on several ranks both counts are required: each mode needs one of them, or none
+- mask = loss_mask.bool()
++ mask, counts = loss_mask.bool(), (batch_num_tokens, global_batch_size)
++ if dp_size > 1 and loss_agg_mode != "token-sum" and None in counts:
++     raise ValueError("with dp_size above 1, batch_num_tokens and global_batch_size are required")
 
 # sample_groups
 the log-probabilities are of the logits without the temperature, not of what was drawn from
@@ -325,6 +367,8 @@ without prompts there is no longest row, and an error
 - max(lengths, default=1) => max(lengths)
 the version is not returned
 - | {"version": version} => | {"version": 0}
+T is that of the longest prompt with all of its new tokens: it is the longest row's, and responses may end earlier
+- max(lengths, default=1) => max((len(request.tokens) + max_new_tokens for request in requests), default=1)
 
 # StalenessGate
 the first batch is not counted: at version 0 and staleness 0 no rollout may start
@@ -374,6 +418,27 @@ the version of the start is returned in place of the staleness
 fewer than `batch_size` are handed out
 @@ take
 - if len(kept) < self.batch_size: => if not kept:
+rollouts that have become too old are dropped by advance(): take() drops them
+@@ advance
+- self.version += 1
++ self.version += 1
++ kept = [pair for pair in self._finished if self.version - pair[1] <= self.max_staleness]
++ self.n_dropped += len(self._finished) - len(kept)
++ self._finished = kept
+of one version the items themselves are sorted: those that finished first go first
+@@ take
+- key=lambda pair: pair[1] => key=lambda pair: (pair[1], pair[0])
+finish() notes the gate's version: a rollout is as old as its start
+@@ finish
+- self._finished.append((item, version)) => self._finished.append((item, self.version))
+take() is taken for an update of the trainer: advance() notes it
+@@ take
+- return [(item, self.version - version) for item, version in batch]
++ self.version += 1
++ return [(item, self.version - 1 - version) for item, version in batch]
+an empty list comes back in place of None
+@@ take
+- return None => return []
 
 # grpo_step
 the advantages are computed in each micro-batch, so a group that is cut has two means
@@ -480,4 +545,23 @@ the group is not passed on, so ranks that do not take part are waited for
 a missing key is a `KeyError` from somewhere inside
 @@ grpo_step
 - check_batch(batch, level, loss_agg_mode, correction, kl_coef) => _ = batch["tokens"], batch["groups"]
+normalize_by_std is not handed on
+- batch["groups"], normalize_by_std) => batch["groups"])
+level is not handed on to policy_loss
+@@ _part_loss
+- *s[:3]) => *s[:2])
+loss_scale_factor is not handed on
+@@ _part_loss
+- s.n_rows, s.loss_scale_factor) => s.n_rows)
+the loss of each rank, which is multiplied by their number, is summed without its average
+@@ grpo_step
+- loss.detach() / settings.n_ranks => loss.detach()
+the optimizer steps after each micro-batch: one batch makes one step
+@@ grpo_step
+- loss.backward()
++ loss.backward()
++ optimizer.step()
+the batch's old log-probabilities are not used: the ratios are always 1
+@@ _part_loss
+- part.get("old_log_probs", log_probs.detach()) => log_probs.detach()
 """)

@@ -90,9 +90,11 @@ def test_score_response_pays_a_little_for_the_form():
 EXPRESSIONS = [
     ("2**3", [2, 3], 8, False),
     ("12", [1, 2], 12, False),
+    ("7/2*2", [2, 2, 7], 7, True),
     ("7/2", [2, 7], 3, False),
     ("8/(3-8/3)", [3, 3, 8, 8], 24, True),
     ("24+1/1000000", [24, 1, 1_000_000], 24, False),
+    ("24+1/1000000000000000000", [24, 1, 10**18], 24, False),
     ("1/3*3", [1, 3, 3], 1, True),
     ("10-2-3", [2, 3, 10], 5, True),
     ("8/4/2", [2, 4, 8], 1, True),
@@ -137,7 +139,12 @@ EXPRESSIONS = [
 def test_check_countdown_by_hand():
     for text, numbers, target, right in EXPRESSIONS:
         case(f"{text!r} with {numbers}, target {target}")
-        expect_equal(rewards.check_countdown(text, numbers, target), right, read=RETURNS)
+        given = list(numbers)
+        found = rewards.check_countdown(text, given, target)
+        expect_equal(found, right, read=RETURNS)
+        expect_equal(given, numbers, name="the numbers afterwards", answer=found, read=ARGS)
+    case("'2+3*4' with numbers from an iterator, target 14")
+    expect_equal(rewards.check_countdown("2+3*4", iter([3, 2, 4]), 14), True, read=ARGS)
 
 
 def test_check_countdown_refuses_long_texts_and_never_raises():
@@ -181,12 +188,13 @@ def test_group_advantages_by_hand():
         torch.tensor([0.0, 1 / (2**0.5 + 0.5), -1 / 1.5, 1 / 1.5, -1 / (2**0.5 + 0.5)]),
         read=ADVANTAGE,
     )
+    case("the same rewards without the standard deviation")
     expect_close(
         rewards.group_advantages(r, groups, normalize_by_std=False),
         torch.tensor([0.0, 1.0, -1.0, 1.0, -1.0]),
         read=ADVANTAGE,
     )
-    case("the same with the default eps: 1e-6")
+    case("the same rewards times 1e-6 with the default eps: 1e-6")
     expect_close(rewards.group_advantages(r * 1e-6, groups)[2:4], torch.tensor([-0.5, 0.5]), atol=1e-5, read=ADVANTAGE)
 
 
@@ -205,6 +213,9 @@ def test_group_advantages_keep_small_differences():
     expected = torch.tensor([-1.0, 0.0, 1.0])
     for normalize in (False, True):
         expect_close(rewards.group_advantages(r, torch.zeros(3, dtype=torch.int64), normalize), expected, read=RETURNS)
+    case("rewards 0, 1e-9 and 2e-9, eps=0: they are not equal")
+    found = rewards.group_advantages(1e-9 * (r - 1e6), torch.zeros(3, dtype=torch.int64), eps=0.0)
+    expect_close(found, expected, read=RETURNS)
     case("rewards 1e8 + 0, + 1, + 2 in float64: squares of the rewards themselves would lose the differences")
     expect_close(rewards.group_advantages(r + 99e6, torch.zeros(3, dtype=torch.int64)), expected, read=RETURNS)
 
@@ -241,14 +252,18 @@ def test_token_log_probs_by_hand():
 @pytest.mark.parametrize("shape", [(10,), (2, 5), ()], ids=str)
 def test_token_log_probs_equal_whole_logits(shape, chunk_size):
     case(f"targets {list(shape)}, C=6, V=11, temperature 0.7, chunks of {chunk_size}")
-    hidden, weight = randn(*shape, 6).requires_grad_(), randn(11, 6, seed=1).requires_grad_()
+    hidden, weight = randn(*shape, 6), randn(11, 6, seed=1).requires_grad_()
     targets = torch.randint(11, shape, generator=torch.Generator().manual_seed(2))
+    if len(shape) == 2:  # hidden states cut out of longer rows, as a model's are
+        hidden, targets = randn(2, 6, 6)[:, :-1], targets.T.contiguous().T
+    hidden.requires_grad_()
     log_probs, entropy = rewards.token_log_probs(hidden, weight, targets, 0.7, chunk_size)
     expected, expected_entropy = whole(hidden, weight, targets, 0.7)
     expect_close(log_probs.detach(), expected.detach().float(), name="log_probs", read=ENTROPY)
     expect_close(entropy, expected_entropy.detach().float(), name="entropy", read=ENTROPY)
     expect_true(not entropy.requires_grad, "the entropy has a gradient", read=RETURNS)
-    upstream = randn(*shape, seed=3)
+    case(f"gradients at targets {list(shape)}, C=6, V=11, temperature 0.7, chunks of {chunk_size}")
+    upstream = randn(*shape, seed=3) if len(shape) < 2 else randn(5, 2, seed=3).T
     found = torch.autograd.grad(log_probs, (hidden, weight), upstream)
     wanted = torch.autograd.grad(expected, (hidden, weight), upstream.double())
     for name, a, b in zip(("hidden", "weight"), found, wanted, strict=True):
@@ -354,16 +369,21 @@ def ratios_as_log_probs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Ten
     return (old + torch.tensor(RATIOS, dtype=dtype).log()).requires_grad_(), old
 
 
+def expect_fraction(found: Tensor, expected: Tensor, read: str) -> None:
+    expect_true(isinstance(found, Tensor), "clip_fraction is no tensor", answer=found, read=RETURNS)
+    expect_close(found.float(), expected, name="clip_fraction", read=read)
+
+
 def test_policy_loss_by_hand():
     case(f"ratios {RATIOS}, advantages 2 and -1, mask {MASK}, limits 0.2 and 0.3")
     log_probs, old = ratios_as_log_probs()
     losses, fraction = rewards.policy_loss(log_probs, old, torch.tensor([2.0, -1.0]), mask_of(MASK), 0.2, 0.3)
     expected = torch.tensor([[0.0, -1.0, -2.2, -2.6], [1.25, 0.8, 0.0, 0.0]])
     expect_close(losses.detach(), expected, name="losses", read=CLIP)
-    expect_close(fraction.float(), torch.tensor(2 / 5), name="clip_fraction", read=RETURNS)
+    expect_fraction(fraction, torch.tensor(2 / 5), RETURNS)
     case("the same with advantages 2 and 0: one of five tokens is clipped")
     _, fraction = rewards.policy_loss(log_probs, old, torch.tensor([2.0, 0.0]), mask_of(MASK), 0.2, 0.3)
-    expect_close(fraction.float(), torch.tensor(1 / 5), name="clip_fraction", read=RETURNS)
+    expect_fraction(fraction, torch.tensor(1 / 5), RETURNS)
     case("advantages 2 and -1: gradients of the log-probabilities, 0 where the clipped term counts")
     (gradient,) = torch.autograd.grad(losses.sum(), log_probs)
     expect_close(gradient, torch.tensor([[0.0, -1.0, -2.2, 0.0], [1.25, 0.0, 0.0, 0.0]]), name="gradient", read=CLIP)
@@ -400,7 +420,7 @@ def test_policy_loss_of_a_sequence():
     first, second = (0.5 * 1.1 * 1.5) ** (1 / 3), (1.25 * 0.7) ** (1 / 2)
     expected = torch.tensor([[0.0] + [-2 * first] * 3, [second] * 2 + [0.0] * 2], dtype=torch.float64)
     expect_close(losses.detach(), expected, name="losses", read=SEQUENCE)
-    expect_close(fraction.float(), torch.tensor(0.0), name="clip_fraction", read=RETURNS)
+    expect_fraction(fraction, torch.tensor(0.0), RETURNS)
     case("the same: the mean over a row's tokens has the gradient of the sequence's objective")
     mask = mask_of(MASK).double()
     counts = mask.sum(-1)
@@ -421,7 +441,7 @@ def test_policy_loss_of_a_sequence():
         log_probs, old, torch.tensor([-2.0, -1.0]).double(), mask_of(MASK), 0.05, 0.05, "sequence"
     )
     expect_close(tight[0, 1].detach(), torch.tensor(1.9, dtype=torch.float64), name="loss", read=CLIP)
-    expect_close(fraction.float(), torch.tensor(1.0), name="clip_fraction", read=RETURNS)
+    expect_fraction(fraction, torch.tensor(1.0), RETURNS)
 
 
 def test_policy_loss_without_an_old_policy():
@@ -430,7 +450,7 @@ def test_policy_loss_without_an_old_policy():
     losses, fraction = rewards.policy_loss(log_probs, None, torch.tensor([2.0, -1.0]), mask_of(MASK))
     expected = torch.tensor([[-2.0], [1.0]]) * log_probs.detach() * mask_of(MASK)
     expect_close(losses.detach(), expected, name="losses", read=ARGS)
-    expect_close(fraction.float(), torch.tensor(0.0), name="clip_fraction", read=ARGS)
+    expect_fraction(fraction, torch.tensor(0.0), ARGS)
     (gradient,) = torch.autograd.grad(losses.sum(), log_probs)
     expect_close(gradient, torch.tensor([[-2.0], [1.0]]) * mask_of(MASK), name="gradient", read=ARGS)
 
@@ -449,24 +469,24 @@ def test_policy_loss_reads_nothing_masked(level, dtype):
         y, a = old.masked_fill(hidden, NAN), advantages.masked_fill(hidden, bad)
         losses, found = rewards.policy_loss(x, y, a, mask_of(MASK, dtype), level=level)
         expect_close(losses.detach(), plain.detach(), name="losses", read=ARGS)
-        expect_close(found.float(), fraction.float(), name="clip_fraction", read=ARGS)
+        expect_fraction(found, fraction.float(), ARGS)
         expect_close(torch.autograd.grad(losses.sum(), x)[0], gradient, name="gradient", read=ARGS)
         losses, _ = rewards.policy_loss(x, None, a, mask_of(MASK, dtype), level=level)
         expect_true(bool(losses.detach()[hidden].eq(0).all()), "REINFORCE's losses where masked should be 0", read=ARGS)
     case(f"level={level!r}: a row without a token, and none in any row")
     losses, found = rewards.policy_loss(log_probs, old, advantages, torch.zeros(2, 4, dtype=dtype), level=level)
     expect_close(losses.detach(), torch.zeros(2, 4), name="losses", read=RETURNS)
-    expect_close(found.float(), torch.tensor(0.0), name="clip_fraction", read=RETURNS)
+    expect_fraction(found, torch.tensor(0.0), RETURNS)
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_policy_loss_of_a_ratio_too_large_for_a_float(level):
-    case(f"level={level!r}, log-ratios of 100, 100 and 6, advantages 1, 0 and -1")
-    log_probs, old = torch.zeros(3, 1, requires_grad=True), torch.tensor([[-100.0], [-100.0], [-6.0]])
+    case(f"level={level!r}, log-ratios of 100, 100 and 30, advantages 1, 0 and -1")
+    log_probs, old = torch.zeros(3, 1, requires_grad=True), torch.tensor([[-100.0], [-100.0], [-30.0]])
     losses, _ = rewards.policy_loss(log_probs, old, torch.tensor([1.0, 0.0, -1.0]), torch.ones(3, 1), level=level)
-    expect_close(losses.detach(), torch.tensor([[-1.2], [0.0], [math.exp(6)]]), name="losses", read=RETURNS)
+    expect_close(losses.detach(), torch.tensor([[-1.2], [0.0], [math.exp(30)]]), name="losses", read=RETURNS)
     (gradient,) = torch.autograd.grad(losses.sum(), log_probs)
-    expect_close(gradient, torch.tensor([[0.0], [0.0], [math.exp(6)]]), name="gradient", read=RETURNS)
+    expect_close(gradient, torch.tensor([[0.0], [0.0], [math.exp(30)]]), name="gradient", read=RETURNS)
 
 
 def test_policy_loss_has_one_gradient_and_no_third_clip():
@@ -475,7 +495,8 @@ def test_policy_loss_has_one_gradient_and_no_third_clip():
     old, advantages = old.requires_grad_(), torch.tensor([2.0, -1.0], requires_grad=True)
     losses, fraction = rewards.policy_loss(log_probs, old, advantages, mask_of(MASK))
     losses.sum().backward()
-    expect_true(old.grad is None and advantages.grad is None, "only log_probs gets a gradient", read=ARGS)
+    expect_true(old.grad is None, "old_log_probs has a gradient: only log_probs gets one", read=ARGS)
+    expect_true(advantages.grad is None, "advantages have a gradient: only log_probs gets one", read=ARGS)
     expect_true(not fraction.requires_grad, "clip_fraction has a gradient", read=RETURNS)
     case("a ratio of 100 with advantage -1: the loss is 100, there is no dual clip")
     losses, _ = rewards.policy_loss(
@@ -486,13 +507,14 @@ def test_policy_loss_has_one_gradient_and_no_third_clip():
     _, fraction = rewards.policy_loss(
         torch.full((1, 1), math.log(2)), torch.zeros(1, 1), torch.tensor([0.0]), torch.ones(1, 1)
     )
-    expect_close(fraction.float(), torch.tensor(0.0), name="clip_fraction", read=RETURNS)
+    expect_fraction(fraction, torch.tensor(0.0), RETURNS)
 
 
 def test_policy_loss_refuses_another_level():
-    case('level="word"')
-    with expect_raises(ValueError, "word", read=RAISES):
-        rewards.policy_loss(torch.zeros(1, 1), torch.zeros(1, 1), torch.zeros(1), torch.ones(1, 1), level="word")
+    for old in (torch.zeros(1, 1), None):
+        case(f'level="word", {"with" if old is not None else "without"} old_log_probs')
+        with expect_raises(ValueError, "word", read=RAISES):
+            rewards.policy_loss(torch.zeros(1, 1), old, torch.zeros(1), torch.ones(1, 1), level="word")
 
 
 # ---- importance_weights ----------------------------------------------------------------------------------------------
@@ -593,6 +615,9 @@ def test_agg_loss_by_hand(mode):
     for count in (int, torch.tensor):
         found = rewards.agg_loss(torch.tensor(LOSSES), mask_of(COUNTED), mode, 3, count(20), count(8))
         expect_close(found, torch.tensor(expected), read=AGGREGATE)
+    case(f"the same on one rank, as a micro-batch of a batch with 20 tokens in 8 rows, {mode!r}")
+    found = rewards.agg_loss(torch.tensor(LOSSES), mask_of(COUNTED), mode, 1, 20, 8)
+    expect_close(found, torch.tensor(expected / 3), read=AGGREGATE)
 
 
 @every_aggregation
@@ -640,6 +665,9 @@ def test_agg_loss_refuses_what_it_cannot_know():
         if missing is None:
             expect_close(rewards.agg_loss(torch.ones(1, 1), torch.ones(1, 1), mode, 2), torch.tensor(2.0), read=RETURNS)
             continue
-        del given[missing]
+        needed = given.pop(missing)
         with expect_raises(ValueError, missing, read=RAISES):
             rewards.agg_loss(torch.ones(1, 1), torch.ones(1, 1), mode, 2, **given)
+        case(f"{mode!r} with dp_size=2, with {missing} alone")
+        found = rewards.agg_loss(torch.ones(1, 1), torch.ones(1, 1), mode, 2, **{missing: needed})
+        expect_close(found, torch.tensor(2 / 5), read=RAISES)

@@ -205,10 +205,10 @@ def test_StalenessGate_by_hand():
         gate.start(2)
     expect_equal(gate.n_allowed, 1, name="n_allowed after a refusal", read=START)
     case("one rollout is finished: no batch; two: a batch, in the order of finishing")
-    gate.finish("a", 0)
-    expect_taken(gate, None)
     gate.finish("b", 0)
-    expect_taken(gate, [("a", 0), ("b", 0)])
+    expect_taken(gate, None)
+    gate.finish("a", 0)
+    expect_taken(gate, [("b", 0), ("a", 0)])
     expect_taken(gate, None)
     expect_equal(gate.n_allowed, 1, name="n_allowed: what was used still counts", read=GATE)
     case("version 1: two more may start, the old rollout is still good, and the lowest version goes first")
@@ -226,6 +226,7 @@ def test_StalenessGate_drops_before_it_counts():
     gate.start(2)
     gate.finish("a", 0)
     gate.advance()
+    expect_equal((gate.n_dropped, gate.n_allowed), (0, 2), name="n_dropped, n_allowed before take()", read=TAKE)
     expect_taken(gate, None)
     expect_equal(gate.n_dropped, 1, name="n_dropped after take()", read=TAKE)
     expect_equal(gate.n_allowed, 3, name="n_allowed after take()", read=GATE)
@@ -259,13 +260,14 @@ def test_StalenessGate_knows_what_runs():
     case("a rollout of version 5 is finished, and two of version 0 are running")
     with expect_raises(ValueError, "5", read=FINISH):
         gate.finish("a", 5)
-    gate.finish("a", 0)
-    gate.finish("b", 0)
+    items = [{"tokens": [2]}, {"tokens": [1]}]
+    for item in items:
+        gate.finish(item, 0)
     case("two of version 0 were started, and a third one is finished")
     with expect_raises(ValueError, "0", read=FINISH):
         gate.finish("c", 0)
-    case("nothing of what was refused is in the batch")
-    expect_taken(gate, [("a", 0), ("b", 0)])
+    case("two dicts are finished, and nothing of what was refused is in the batch")
+    expect_taken(gate, [(item, 0) for item in items])
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 4])
