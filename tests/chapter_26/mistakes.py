@@ -437,6 +437,11 @@ the id at the end of a document is not checked
 + (np.array(piece) if piece == [end_id] else shards.checked_ids(piece, vocab_size)).astype
 an old manifest stays while the shards are written
 - (folder / "manifest.json").unlink(missing_ok=True) =>
+the manifest is written under its own name, so a reader may see half of it
+- return shards.save_manifest(folder, manifest)
++ import json
++ (folder / "manifest.json").write_text(json.dumps(manifest))
++ return manifest
 the whole row is kept in memory
 - if len(waiting) >= shard_tokens * width: => if False:
 - if waiting: => while waiting:

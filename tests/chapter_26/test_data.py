@@ -3,8 +3,10 @@
 import hashlib
 import json
 import random
+import sys
 import tracemalloc
 import unicodedata
+from collections import deque
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -897,9 +899,22 @@ def test_write_shards_refuses_an_unknown_id(document, end_id, shown, tmp_path):
     expect_true(not (tmp_path / "manifest.json").exists(), "the old manifest is still there", read=RETURNS)
 
 
-def test_write_shards_writes_the_manifest_last(tmp_path, monkeypatch):
+WRITTEN: deque[str] = deque(maxlen=1000)
+"""Files that were opened for writing, in this process."""
+
+
+def note_writes(event: str, args: tuple) -> None:
+    if event == "open" and set(args[1] or "") & set("wax+"):
+        WRITTEN.append(str(args[0]))
+
+
+sys.addaudithook(note_writes)
+
+
+def test_write_shards_writes_the_manifest_last(tmp_path):
     case("an old manifest; while documents are read there is none")
     (tmp_path / "manifest.json").write_text("{}")
+    WRITTEN.clear()
     seen = []
 
     def documents():
@@ -909,6 +924,8 @@ def test_write_shards_writes_the_manifest_last(tmp_path, monkeypatch):
 
     data.write_shards(tmp_path, documents(), 5, 100, 0)
     expect_equal(seen, [False] * 4, name="manifest.json exists", read=RETURNS)
+    is_direct = str(tmp_path / "manifest.json") in WRITTEN
+    expect_true(not is_direct, "manifest.json is written under its own name: a reader may see half of it", read=RETURNS)
 
 
 @pytest.mark.parametrize("kind", ["many documents", "one long document"])
