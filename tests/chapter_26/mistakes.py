@@ -84,6 +84,8 @@ lines are not stripped, so an indented bullet is none
 - [line for line in map(str.strip, text.splitlines()) if line] => [line for line in text.splitlines() if line.strip()]
 the share of tokens with a letter is taken over words, without the symbols
 - share(any(map(str.isalpha, t)) for t in tokens) => share(any(map(str.isalpha, t)) for t in words)
+only the letters from A to Z are letters
+- share(any(map(str.isalpha, t)) for t in tokens) => share(bool(re.search("[A-Za-z]", t)) for t in tokens)
 stop words are looked up in the tokens, which may have capitals or punctuation
 - set(normalize(text)) => set(tokens)
 every occurrence of a stop word counts: they must be different words
