@@ -72,6 +72,10 @@ the kernel is called outside of autograd, so no gradient flows back
 `first_derivative_only` is missing on `backward`: a second derivative silently lacks terms
 @@ WeightedSum
 - @first_derivative_only =>
+x and weight are attributes of ctx: `first_derivative_only` knows only what `save_for_backward` keeps
+@@ WeightedSum
+- ctx.save_for_backward(x, weight) => ctx.saved = x, weight
+- ctx.saved_tensors => ctx.saved
 PyTorch computes the sums, and no kernel is launched
 - rows = x.reshape(x.shape[:-1].numel(), x.shape[-1]).contiguous()
 + return (x.float() * weight.float()).sum(-1).to(x.dtype)

@@ -280,6 +280,14 @@ def test_weighted_sum_refuses_a_second_derivative():
         torch.autograd.grad(grad.square().sum() + w.sum(), w)
 
 
+def test_weighted_sum_refuses_a_second_derivative_along_the_gradient_from_above():
+    case("x.grad is the gradient from above times the weight, and is differentiated with respect to the former")
+    x, w, above = randn(3, 5).requires_grad_(), randn(5, seed=1), randn(3, seed=2).requires_grad_()
+    (grad,), _ = watch(lambda: torch.autograd.grad(kernels.weighted_sum(x, w), x, above, create_graph=True))
+    with expect_raises(RuntimeError, read="the contract, under Raises"):
+        torch.autograd.grad(grad.sum() + above.sum(), above)
+
+
 # ---- softmax_rows ----------------------------------------------------------------------------------------------------
 
 
