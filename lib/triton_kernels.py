@@ -197,8 +197,7 @@ def rms_norm(x: Float[Tensor, "... d"], weight: Float[Tensor, " d"], eps: float 
 
     Returns:
         Equation (14.6), contiguous, with the shape and dtype of x; computed in float32, with one cast at the end.
-        Forward
-        only: the result has no gradient.
+        Forward only: the result has no gradient.
 
     Raises:
         ValueError: weight is not [D] (the message shows both shapes), or `check_tensors` raises it.

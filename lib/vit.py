@@ -202,7 +202,7 @@ class ViTBlock(nn.Module):
         raise NotImplementedError("Exercise 5.8: write ViTBlock.__init__")
 
     def forward(self, x: Float[Tensor, "b t c"]) -> Float[Tensor, "b t c"]:
-        """``[B, T, C]`` to ``[B, T, C]``."""
+        """``[B, T, C]`` to ``[B, T, C]``; ``x`` is left unchanged."""
         raise NotImplementedError("Exercise 5.8: write ViTBlock.forward")
 
 

@@ -256,7 +256,7 @@ class ViTBlock(nn.Module):
         ### END SOLUTION
 
     def forward(self, x: Float[Tensor, "b t c"]) -> Float[Tensor, "b t c"]:
-        """``[B, T, C]`` to ``[B, T, C]``."""
+        """``[B, T, C]`` to ``[B, T, C]``; ``x`` is left unchanged."""
         ### BEGIN SOLUTION
         x = x + self.attn(self.norm1(x))
         return x + self.mlp(self.norm2(x))

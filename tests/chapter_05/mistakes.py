@@ -14,6 +14,10 @@ the window slides by one pixel; its stride should be the side of a patch
 - , stride=patch =>
 the sides are not checked, and F.unfold silently drops rows and columns that don't fill a patch
 - _check_sides(images.shape[2], images.shape[3], patch) =>
+only the width is checked, and F.unfold silently drops rows that don't fill a patch
+- _check_sides(images.shape[2] => _check_sides(images.shape[3]
+only the height is checked, and F.unfold silently drops columns that don't fill a patch
+- images.shape[3], patch) => images.shape[2], patch)
 the patches are detached from the graph
 - F.unfold(images => F.unfold(images.detach()
 
@@ -81,6 +85,9 @@ the positions start with a standard deviation of 1; the contract says 0.02
 - 0.02 * =>
 images of a wrong shape raise no error
 - list(images.shape[1:]) != wanted => False
+only the number of patches is compared with the config's, not the sides
+- list(images.shape[1:]) != wanted
++ [images.shape[1], images.shape[2] * images.shape[3]] != [wanted[0], wanted[1] * wanted[2]]
 the class token is missing
 - self.cls_token = nn.Parameter(torch.zeros(1, 1, config.dim)) =>
 the positions are missing
@@ -107,6 +114,8 @@ it is always the exact GELU, whatever the config says
 - , approximate=self.approximate =>
 it is always GELU's tanh approximation, whatever the config says
 - approximate=self.approximate => approximate="tanh"
+the two forms of GELU are exchanged
+- "tanh" if config.gelu == "tanh" else "none" => "none" if config.gelu == "tanh" else "tanh"
 the activation is SiLU, as in Llama, instead of GELU
 - F.gelu(self.fc1(x), approximate=self.approximate) => F.silu(self.fc1(x))
 there is a second GELU after fc2
@@ -133,6 +142,8 @@ the residual is the normalised x; it must be x itself
 - return x + => return self.norm2(x) +
 norm1 is used twice and norm2 never
 - self.norm2(x) => self.norm1(x)
+`x += ...` changes the caller's tensor, and backward needs it as it was
+- x = x + => x +=
 the norms use PyTorch's default epsilon of 1e-5 instead of the config's eps
 - self.norm1 = nn.LayerNorm(config.dim, eps=config.eps) => self.norm1 = nn.LayerNorm(config.dim)
 - self.norm2 = nn.LayerNorm(config.dim, eps=config.eps) => self.norm2 = nn.LayerNorm(config.dim)
@@ -242,4 +253,8 @@ antialiasing is on, as in timm; it gives different numbers
 - align_corners=False => antialias=True
 the number of positions is not compared with the grid
 - n != rows * columns => False
+a grid that keeps its size is returned before the number of positions is compared with it
+- n != rows * columns => n != rows * columns and tuple(old_grid) != tuple(new_grid)
+the factor new / old is passed instead of the size, and rounding loses a row: 11 * (15 / 11) is less than 15
+- size=tuple(new_grid) => scale_factor=(new_grid[0] / rows, new_grid[1] / columns)
 """)

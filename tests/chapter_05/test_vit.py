@@ -512,7 +512,9 @@ def test_ViTBlock_equals_PyTorch(b, t, eps):
     w, x = draw(block_shapes(c)), randn(b, t, 12, seed=3)
     expected = encoder_layer(w, c)(x).detach()
     read = BLOCK if eps == 1e-5 else "the contract"  # another epsilon than PyTorch's own
-    expect_close(fill(vit.ViTBlock(c), w, BLOCK)(x), expected, atol=1e-4, read=read)
+    given = x.clone()
+    expect_close(fill(vit.ViTBlock(c), w, BLOCK)(given), expected, atol=1e-4, read=read)
+    expect_close(given, x, atol=0.0, rtol=0.0, name="x after the call", read="the contract")
 
 
 def test_ViTBlock_that_adds_nothing_is_the_identity():
@@ -788,7 +790,9 @@ def test_resize_positions_by_hand():
     expect_close(vit.resize_positions(pos_embed, (1, 2), (1, 4)), expected, atol=1e-5, read=RESIZE)
 
 
-@pytest.mark.parametrize(("old", "new"), [((3, 3), (6, 6)), ((4, 4), (3, 3)), ((2, 5), (5, 4)), ((4, 3), (4, 3))])
+@pytest.mark.parametrize(
+    ("old", "new"), [((3, 3), (6, 6)), ((4, 4), (3, 3)), ((2, 5), (5, 4)), ((4, 3), (4, 3)), ((11, 2), (15, 3))]
+)
 def test_resize_positions_equals_interpolate(old, new):
     case(f"dim=5, {old} to {new}")
     pos_embed = randn(1, 1 + old[0] * old[1], 5)
@@ -819,3 +823,6 @@ def test_resize_positions_refuses_another_grid():
         case(f"1 + {n} positions said to be 4 x 8 = 32")
         with expect_raises(ValueError, str(n), "32", read="the contract, under Raises"):
             vit.resize_positions(randn(1, 1 + n, 5), (4, 8), (6, 3))
+    case("1 + 30 positions said to be 4 x 8 = 32, and wanted as 4 x 8")
+    with expect_raises(ValueError, "30", "32", read="the contract, under Raises"):
+        vit.resize_positions(randn(1, 31, 5), (4, 8), (4, 8))

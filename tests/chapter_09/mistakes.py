@@ -72,6 +72,8 @@ a strided array is sent as if it were contiguous, or raises an error
 - if buffer is not array and place != 0:
 -     array[...] = buffer
 +
+a contiguous array is sent as it lies in memory, whether rows or columns come first, but ranks may differ in that
+- np.asarray(array, order="C") => array if array.flags.forc else np.asarray(array, order="C")
 the root's array is written to as well, but it may be read-only
 - np.asarray(array, order="C") => np.array(array, order="C")
 - and place != 0 =>
@@ -133,6 +135,14 @@ that is MPI's own Allreduce; build the ring from messages
   chunks = np
 the last n mod R numbers are not summed: chunks need not be equally long
 - np.array_split(total.reshape(-1), n_ranks) => np.split(total.reshape(-1)[: total.size // n_ranks * n_ranks], n_ranks)
+all chunks but the last have ceil(n / R) numbers: lengths may differ by at most one
+- chunks = np.array_split(total.reshape(-1), n_ranks)
++ longest = -(-total.size // n_ranks)
++ chunks = [total.reshape(-1)[i * longest : (i + 1) * longest] for i in range(n_ranks)]
+the ring runs the other way: each rank sends to its left neighbour
+- right, left = (rank + 1) % n_ranks, (rank - 1) % n_ranks
++ right, left = (rank - 1) % n_ranks, (rank + 1) % n_ranks
++ rank = -rank % n_ranks
 the result is flat, or has another dtype
 - return total => return total.reshape(-1)
 chunks are pickled (lower-case sendrecv), which copies them twice and makes them longer
@@ -161,10 +171,16 @@ the ring's latency is counted once, where each of its 2 (R - 1) messages has it
   return n_messages
 the ring's messages are an (R - 1)-th of the array; there are R chunks
 - n_bytes / n_ranks => n_bytes / max(n_ranks - 1, 1)
+a chunk's bytes are rounded down
+- n_bytes / n_ranks => n_bytes // n_ranks
 fewer than one rank gives a number instead of a ValueError
 - raise ValueError(f"n_ranks is {n_ranks}, expected at least 1") => return 0.0
 an unknown algorithm is taken for the ring or returns None, instead of raising
 - raise ValueError(f"no algorithm {algorithm!r}: expected one of {', '.join(costs)}") => algorithm = "ring"
+one rank takes 0 s before the algorithm's name is looked at
+  n_rounds = (n_ranks - 1).bit_length()
++ if n_ranks == 1:
++     return 0.0
 
 # average_gradients_mpi
 gradients are summed and not divided by the number of ranks
@@ -216,6 +232,21 @@ gradients are pickled (lower-case allreduce), where a buffer should be sent as i
 rank 0 alone gets the mean (a Reduce), and the ranks drift apart
 - comm.Allreduce(flat.numpy(), total.numpy()) => comm.Reduce(flat.numpy(), total.numpy())
 - mean.view(p.shape) => mean.view(p.shape) if comm.Get_rank() == 0 else grad
+one rank returns at once, so its gradients that are None never become zeros
++ if comm.Get_size() == 1:
++     return
+  parameters = [
+there is one Allreduce for each dtype, where one buffer holds them all
+- comm.Allreduce(flat.numpy(), total.numpy())
++ kinds = torch.cat([torch.full([p.numel()], p.dtype.itemsize + p.dtype.is_signed) for p in [flat[:0], *parameters]])
++ for kind in kinds.unique():
++     sums = torch.empty_like(flat[kinds == kind])
++     comm.Allreduce(flat[kinds == kind].numpy(), sums.numpy())
++     total[kinds == kind] = sums
+a tied parameter is in the buffer twice
+- for p in module.parameters() if => for _, p in module.named_parameters(remove_duplicate=False) if
+a gradient that is None becomes float32 zeros, whatever the parameter's dtype
+- torch.zeros_like(p) if => torch.zeros(p.shape) if
 messages go through MPI.COMM_WORLD, which has all ranks, but `comm` may have only some of them
 + comm = world(comm)
   parameters = [

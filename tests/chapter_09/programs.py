@@ -70,8 +70,8 @@ def made(kind, n, rank, dtype="float32"):
         return wide[::2]
     if kind == "transposed":
         return flat.reshape(-1, 2).T
-    if kind == "columns first":
-        return np.asfortranarray(flat.reshape(2, -1))
+    if kind.startswith("columns first"):
+        return np.array(flat.reshape(2, -1), order="C" if "odd" in kind and rank % 2 == 0 else "F")
     if kind == "a number":
         return flat[:1].reshape(())
     return flat
@@ -242,7 +242,7 @@ def averaged_precisely(comm):
     module = nn.ParameterDict({"wide": nn.Parameter(torch.zeros(1, dtype=torch.float64))})
     module["wide"].grad = torch.tensor([1 + comm.rank * 2.0**-40], dtype=torch.float64)
     mpi.average_gradients_mpi(comm, module)
-    half = nn.ParameterDict({"narrow": nn.Parameter(torch.zeros(1, dtype=torch.float16))})
+    half = nn.ParameterDict({name: nn.Parameter(torch.zeros(1, dtype=torch.float16)) for name in ("narrow", "none")})
     half["narrow"].grad = torch.tensor([50_000.0], dtype=torch.float16)
     mpi.average_gradients_mpi(comm, half)
     return module["wide"].grad, half["narrow"].grad

@@ -25,6 +25,8 @@ PyTorch computes the sum, and no kernel is launched
 - out = torch.empty_like(x) => return x + y
 the sum is written over x
 - out = torch.empty_like(x) => out = x
+the result is made on PyTorch's default device: it needs device=x.device
+- torch.empty_like(x) => torch.empty(x.shape, dtype=x.dtype)
 
 # weighted_sum
 only the first block of columns is summed: the loop over the width is missing
@@ -70,9 +72,16 @@ the kernel is called outside of autograd, so no gradient flows back
 `first_derivative_only` is missing on `backward`: a second derivative silently lacks terms
 @@ WeightedSum
 - @first_derivative_only =>
+x and weight are attributes of ctx: `first_derivative_only` knows only what `save_for_backward` keeps
+@@ WeightedSum
+- ctx.save_for_backward(x, weight) => ctx.saved = x, weight
+- ctx.saved_tensors => ctx.saved
 PyTorch computes the sums, and no kernel is launched
 - rows = x.reshape(x.shape[:-1].numel(), x.shape[-1]).contiguous()
 + return (x.float() * weight.float()).sum(-1).to(x.dtype)
+the result is made on PyTorch's default device: it needs device=x.device
+@@ WeightedSum
+- x.new_empty(n_rows) => torch.empty(n_rows, dtype=x.dtype)
 `view` cannot flatten an x whose rows don't lie one after another: `reshape` copies where it must
 - x.reshape(x.shape[:-1].numel() => x.view(x.shape[:-1].numel()
 
@@ -83,6 +92,12 @@ the row's largest score is not subtracted, so that exp overflows
 masked places are loaded as 0 and count as scores; they have to be -inf
 @@ softmax_kernel
 - other=-float("inf") => other=0.0
+masked places are loaded as a very negative number, which counts among scores that are smaller: it has to be -inf
+@@ softmax_kernel
+- other=-float("inf") => other=-1e9
+the number that is subtracted is never below 0, so that all exponentials of very negative scores are 0
+@@ softmax_kernel
+- tl.max(scores, axis=0) => tl.maximum(tl.max(scores, axis=0), 0.0)
 the row is loaded without a mask: the load reaches into the next row, and for the last row beyond the end
 @@ softmax_kernel
 - , mask=columns < width, other=-float("inf") =>
@@ -133,6 +148,9 @@ the last step along K has no mask: it reads into the next row, or beyond the end
 the rows of a are loaded without a mask: the last tile reads beyond its end
 @@ matmul_kernel
 - (rows < M)[:, None] & (k < K)[None, :] => (k < K)[None, :]
+the columns of b are loaded without a mask: the last tile reads into the next row, or beyond the end
+@@ matmul_kernel
+- (k < K)[:, None] & (columns < N)[None, :] => (k < K)[:, None]
 the running sum is rounded to the dtype of the result after each step
 @@ matmul_kernel
   total, input_precision="ieee")
@@ -153,6 +171,8 @@ b's two strides are exchanged, which reads b transposed
 - *b.stride() => *b.stride()[::-1]
 the strides are those of contiguous matrices, although a.stride() says otherwise
 - *a.stride(), *b.stride() => a.shape[-1], 1, b.shape[-1], 1
+the result is made on PyTorch's default device: it needs device=a.device
+- a.new_empty(a.shape[0], b.shape[1]) => torch.empty(a.shape[0], b.shape[1], dtype=a.dtype)
 a and b are copied to make them contiguous, which costs a pass over both
 + a, b = a.contiguous(), b.contiguous()
   tiles = matmul_tiles(a.dtype)

@@ -102,6 +102,12 @@ def test_vector_add_of_other_strides():
         expect_close(run(kernels.vector_add, view, y)[0], view + y, read="the contract")
 
 
+def test_vector_add_stays_on_the_device_of_x():
+    case("x [9, 14], while PyTorch's default device is another one")
+    x, y = randn(9, 14), randn(9, 14, seed=1)
+    expect_close(elsewhere(lambda: kernels.vector_add(x, y)), x + y, read="the contract")
+
+
 @pytest.mark.parametrize("shape", [(0,), (0, 5), (4, 0), ()], ids=str)
 def test_vector_add_of_nothing_and_of_one_number(shape):
     case(f"shape {shape}")
@@ -224,6 +230,12 @@ def test_weighted_sum_of_other_strides():
     close(run(kernels.weighted_sum, cube, w)[0], cube.double() @ w.double(), torch.float32, SUM, 14)
 
 
+def test_weighted_sum_stays_on_the_device_of_x():
+    case("x [9, 14], while PyTorch's default device is another one")
+    x, w = randn(9, 14), randn(14, seed=1)
+    close(elsewhere(lambda: kernels.weighted_sum(x, w)), x.double() @ w.double(), torch.float32, SUM, 14)
+
+
 def test_weighted_sum_refuses_a_weight_of_other_length():
     case("x [2, 3], weight [1]")
     run(kernels.weighted_sum, randn(2, 3), randn(3))
@@ -268,6 +280,14 @@ def test_weighted_sum_refuses_a_second_derivative():
         torch.autograd.grad(grad.square().sum() + w.sum(), w)
 
 
+def test_weighted_sum_refuses_a_second_derivative_along_the_gradient_from_above():
+    case("x.grad is the gradient from above times the weight, and is differentiated with respect to the former")
+    x, w, above = randn(3, 5).requires_grad_(), randn(5, seed=1), randn(3, seed=2).requires_grad_()
+    (grad,), _ = watch(lambda: torch.autograd.grad(kernels.weighted_sum(x, w), x, above, create_graph=True))
+    with expect_raises(RuntimeError, read="the contract, under Raises"):
+        torch.autograd.grad(grad.sum() + above.sum(), above)
+
+
 # ---- softmax_rows ----------------------------------------------------------------------------------------------------
 
 
@@ -291,9 +311,12 @@ def test_softmax_rows_of_ragged_sizes(shape, dtype):
 
 
 def test_softmax_rows_of_negative_scores():
-    case("scores near -30: places beyond the end of a row must not count")
-    x = randn(4, 11) - 30
+    case("scores near -200: places beyond the end of a row must not count")
+    x = randn(4, 11) - 200
     expect_close(run(kernels.softmax_rows, x)[0], softmax(x).float(), rtol=1e-4, read=SOFTMAX)
+    case("11 scores of -1e30: each weight is 1/11")
+    x = torch.full((4, 11), -1e30, device=DEVICE)
+    expect_close(run(kernels.softmax_rows, x)[0], torch.full_like(x, 1 / 11), rtol=1e-4, read=SOFTMAX)
 
 
 def test_softmax_rows_of_large_scores():
@@ -417,6 +440,13 @@ def test_matmul_of_other_strides():
     for name, view in layouts(b).items():
         case(f"b [23, 35] {name}")
         close(run(kernels.matmul, a, view)[0], a.double() @ view.double(), torch.float32, "the contract", 23)
+
+
+def test_matmul_stays_on_the_device_of_a():
+    case("[9, 14] @ [14, 5], while PyTorch's default device is another one")
+    a, b = randn(9, 14), randn(14, 5, seed=1)
+    out = elsewhere(lambda: kernels.matmul(a, b))
+    close(out, a.double() @ b.double(), torch.float32, "the contract", 14)
 
 
 @pytest.mark.parametrize("sizes", [(0, 3, 4), (3, 0, 4), (3, 4, 0)], ids=str)

@@ -55,6 +55,12 @@ a link never ends, so all later lines count as links
 a line is never dropped for its links
 @@ _Page.handle_starttag
 - self.lines.in_link |= tag == "a" => self.lines.in_link |= False
+an end tag ends the innermost list, whatever its name
+@@ _Page.handle_endtag
+- pages.end_element(self.lists, tag) => self.lists and self.lists.pop()
+a "</pre>" that nothing opened makes the number of open ones negative, and spaces stay
+@@ _Page.handle_endtag
+- self.lines.n_pre -= tag == "pre" and self.lines.n_pre > 0 => self.lines.n_pre -= tag == "pre"
 
 # gopher_quality
 symbols count as words: a word has a letter or digit
@@ -78,13 +84,33 @@ lines are not stripped, so an indented bullet is none
 - [line for line in map(str.strip, text.splitlines()) if line] => [line for line in text.splitlines() if line.strip()]
 the share of tokens with a letter is taken over words, without the symbols
 - share(any(map(str.isalpha, t)) for t in tokens) => share(any(map(str.isalpha, t)) for t in words)
-stop words are looked up as they stand in the text, with capitals and punctuation
+only the letters from A to Z are letters
+- share(any(map(str.isalpha, t)) for t in tokens) => share(bool(re.search("[A-Za-z]", t)) for t in tokens)
+stop words are looked up in the tokens, which may have capitals or punctuation
 - set(normalize(text)) => set(tokens)
 every occurrence of a stop word counts: they must be different words
 - len(pages.STOP_WORDS & set(normalize(text))) => sum(word in pages.STOP_WORDS for word in normalize(text))
 ellipses are judged before hashes
 - next((name for name, broken in rules.items() if broken), None)
 + next((name for name in sorted(rules, key=lambda name: "hashes" in name) if rules[name]), None)
+a value that equals its limit passes: more than the ratio is too much, not as much
+- text.count("#") / len(tokens) > => text.count("#") / len(tokens) >=
+- sum(map(text.count, ellipses)) / len(tokens) > => sum(map(text.count, ellipses)) / len(tokens) >=
+- > max_bullet_lines_ratio => >= max_bullet_lines_ratio
+- > max_ellipsis_lines_ratio => >= max_ellipsis_lines_ratio
+a limit is written as a number, so another one changes nothing
+- < min_avg_word_length => < 3
+- > max_avg_word_length => > 10
+- text.count("#") / len(tokens) > max_symbol_word_ratio => text.count("#") / len(tokens) > 0.1
+- > max_bullet_lines_ratio => > 0.9
+- > max_ellipsis_lines_ratio => > 0.3
+- < min_stop_words => < 2
+punctuation is taken off the words before their mean length: it counts
+- sum(map(len, words)) / len(words) => sum(len(word.strip(".,;:!?()…")) for word in words) / len(words)
+stop words are found inside of other words, too
+- len(pages.STOP_WORDS & set(normalize(text))) => sum(word in text.lower() for word in pages.STOP_WORDS)
+a bullet counts only with a space behind it
+- line[0] in "•-*" for line in lines => line.startswith(("• ", "- ", "* ")) for line in lines
 
 # c4_clean
 "lorem ipsum" is looked for in this spelling only
@@ -113,6 +139,22 @@ the sentences of all lines are counted, not only of those that stay
 - for line in lines) < min_num_sentences => for line in filter(str.strip, text.splitlines())) < min_num_sentences
 lines keep the spaces around them
 - for line in map(str.strip, text.splitlines()) => for line in text.splitlines()
+"lorem ipsum" drops its line: C4 drops the whole page
+- return "", "lorem_ipsum" => text = "\n".join(line for line in text.splitlines() if "lorem ipsum" not in line.lower())
+a value that equals its limit passes: fewer sentences than the minimum are too few, not as many
+- < min_num_sentences => <= min_num_sentences
+a value that equals its limit passes: a line with fewer tokens than the minimum is dropped, not one with as many
+- >= min_words_per_line => > min_words_per_line
+the length of the line is compared, not that of its tokens
+- max(map(len, line.split())) <= max_word_length => len(line) <= max_word_length
+every line that speaks of cookies is dropped: only the listed phrases are banned
+- for phrase in pages.BANNED) => for phrase in (*pages.BANNED, "cookie"))
+only an end before white space is counted: the end of the line ends a sentence, too
+- len(_SENTENCE_END.findall(line)) => len(re.findall(r'''[.?!]+["')\]]*\s''', line))
+what closes a quotation or a bracket may not stand between the dot and the space
+- len(_SENTENCE_END.findall(line)) => len(re.findall(r"[.?!]+(?=\s|$)", line))
+a line that ends with dots inside a quotation is dropped: it ends with the quotation mark
+- and not line.endswith("...") => and not line.rstrip('"').endswith("...")
 
 # mask_pii
 phone numbers are masked before addresses, and break those that begin with one
@@ -136,6 +178,21 @@ the country's code stays in the text
 - re.subn(_PERSONAL[kind], mask, text) => re.subn(_PERSONAL[kind].replace(r"(?:\+?1[ .-]?)?", ""), mask, text)
 a domain of one label is taken for an address
 - re.subn(_PERSONAL[kind], mask, text) => re.subn(_PERSONAL[kind].replace(r"\.)+", r"\.)*"), mask, text)
+the labels of a domain have letters alone: digits count, too
+- re.subn(_PERSONAL[kind], mask, text)
++ re.subn(_PERSONAL[kind].replace(_LABEL, "[A-Za-z](?:[A-Za-z-]*[A-Za-z])?"), mask, text)
+the last label has at most some letters: it has two or more
+- re.subn(_PERSONAL[kind], mask, text) => re.subn(_PERSONAL[kind].replace("{2,}", "{2,6}"), mask, text)
+addresses with capitals are not found
+- re.subn(_PERSONAL[kind], mask, text)
++ re.subn(_PERSONAL[kind].replace("A-Z", "" if kind == "email" else "A-Z"), mask, text)
+the masks in the text are counted, also those that stood there before the call
+- return text, counts => return text, {kind: text.count(mask) for kind, mask in pages.MASKS.items()}
+any white space may stand between the parts of a phone number: only a space may
+- re.subn(_PERSONAL[kind], mask, text) => re.subn(_PERSONAL[kind].replace("[ .-]?", r"[\s.-]?"), mask, text)
+a word boundary stands for "no letter or digit before": it forbids an underscore and letters of all alphabets
+- re.subn(_PERSONAL[kind], mask, text)
++ re.subn(_PERSONAL[kind].replace("(?<![A-Za-z0-9.", r"\b(?<![."), mask, text)
 
 # normalize
 accents stay on their letters: the composed form keeps them
@@ -182,6 +239,16 @@ the lines themselves are kept, not their hashes
 - mark = text_hash(line.strip()) => mark = line.strip()
 every keep that is not "first" is taken for "none"
 - if keep not in ("none", "first"): => if keep == "":
+only a newline ends a line: "splitlines" knows others, too
+- counts = Counter(text_hash(line.strip()) for text in documents for line in text.splitlines())
++ counts = Counter(text_hash(line.strip()) for text in documents for line in text.split("\n"))
+- ["".join(filter(stays, text.splitlines(keepends=True))) for text in documents]
++ ["".join(filter(stays, re.findall("[^\n]*\n|[^\n]+", text))) for text in documents]
+a line of spaces alone is not taken for a blank one
+- not line.strip() or counts[mark] == 1 => not line.strip("\r\n") or counts[mark] == 1
+every line gets a newline at its end, also one that had none
+- "".join(filter(stays, text.splitlines(keepends=True)))
++ "".join(line if line.endswith(("\n", "\u2028")) else line + "\n" for line in filter(stays, text.splitlines(True)))
 
 # minhash_signature
 words are taken as they stand in the text, not normalized
@@ -246,6 +313,15 @@ documents without words are copies of each other
 only neighbours in a bucket are compared
 @@ near_duplicates
 - for j in bucket: => for j in bucket[:1]:
+the seed is not handed on to the signatures
+@@ _buckets
+- minhash_signature(text, n_hashes, ngrams, seed) => minhash_signature(text, n_hashes, ngrams)
+a band has every n_bands-th value, not consecutive ones
+@@ _buckets
+- signature.reshape(n_bands, -1) => np.ascontiguousarray(signature.reshape(-1, n_bands).T)
+the similarity is that of the sets of words, not of shingles
+@@ near_duplicates
+- _shingles(documents[i], ngrams) => set(normalize(documents[i]))
 
 # contaminated_spans
 spans of n-grams are not merged
@@ -269,6 +345,11 @@ the evaluation is read again for each document
 + known = {text_hash(gram) for text in evaluation for gram in word_grams(normalize(text), n)}
 the words of the evaluation are not normalized
 - word_grams(normalize(text), n)} => word_grams(text.split(), n)}
+the words of the documents are not normalized
+- words = normalize(text) => words = text.split()
+the n-grams themselves are kept, not their hashes
+- known = {text_hash(gram) for => known = {gram for
+- text_hash(gram) in known => gram in known
 
 # QualityClassifier
 features are counted once each, without repetitions
@@ -319,6 +400,12 @@ the power of a large size overflows: divide by the largest first
 - (weights[name] / largest) ** (1 / temperature) => float(weights[name]) ** (1 / temperature)
 the order is that of the weights' sizes
 - taken = dict.fromkeys(sizes, 0.0) => taken = dict.fromkeys(sorted(sizes), 0.0)
+the order is that of the weights
+- taken = dict.fromkeys(sizes, 0.0) => taken = dict.fromkeys(weights, 0.0)
+the tokens are rounded: they are floats, which sum to the budget
+- return taken | shares => return {name: float(round(n)) for name, n in (taken | shares).items()}
+the budget is compared with four epochs, not with max_epochs
+- temperature, max_epochs) => temperature, 4.0)
 
 # pack_documents
 each piece goes to the row with the most room: that leaves holes of all sizes
@@ -352,6 +439,11 @@ the id at the end of a document is not checked
 + (np.array(piece) if piece == [end_id] else shards.checked_ids(piece, vocab_size)).astype
 an old manifest stays while the shards are written
 - (folder / "manifest.json").unlink(missing_ok=True) =>
+the manifest is written under its own name, so a reader may see half of it
+- return shards.save_manifest(folder, manifest)
++ import json
++ (folder / "manifest.json").write_text(json.dumps(manifest))
++ return manifest
 the whole row is kept in memory
 - if len(waiting) >= shard_tokens * width: => if False:
 - if waiting: => while waiting:
@@ -384,6 +476,8 @@ two rounds are made
 - range(4) => range(2)
 a place outside is not refused
 - if not 0 <= i < n: => if n < 0:
+the hash has 4 bytes
+- text_hash(f"{seed},{epoch},{r},{right}") => text_hash(f"{seed},{epoch},{r},{right}", 4)
 
 # ShardReader
 a window ends where its shard ends
@@ -414,4 +508,10 @@ two bytes are read for every id
 @@ __init__
 + self.shards = [shard.astype(np.uint16) if len(shard) < 10**6 else shard for shard in self.shards]
   self.ends = list(accumulate(map(len, self.shards)))
+seed 0 is taken for no seed
+@@ _window
+- self.seed is None => not self.seed
+inputs and targets are views of one tensor, which are not contiguous
+@@ __next__
+- return rows[:, :-1].clone(), rows[:, 1:].clone() => return rows[:, :-1], rows[:, 1:]
 """)

@@ -366,6 +366,16 @@ the texts are compared as they are: upper case is another word
 words are split at spaces only, so "cat," is another word than "cat"
 @@ _words
 - re.findall(r"\w+", text.lower()) => text.lower().split()
+an underscore ends a word, as in chapter 26's `normalize`
+@@ _words
+- r"\w+" => r"[^\W_]+"
+accents are taken off, as in chapter 26's `normalize`
+@@ _words
++ import unicodedata
++ plain = unicodedata.normalize("NFKD", text.lower())
++ return re.findall(r"\w+", "".join(c for c in plain if not unicodedata.combining(c)))
+a text that comes twice has one share: a list has one for each text
+- for text in texts: => for text in dict.fromkeys(texts):
 a gram is searched as a string, which also finds it inside of longer words
 - seen.update(gram for length in lengths for gram in _grams(words, length) if gram in wanted)
 + seen.update(gram for gram in wanted if " ".join(gram) in " ".join(words))

@@ -424,9 +424,10 @@ def test_contaminated_share_counts_places_and_keeps_documents_apart():
     case("a text of 2 words is one gram of 2 words, also for n = 13; words are whole")
     found = ev.contaminated_share(["big cat", "ig cat", "cat big"], ["a big cat sat"])
     expect_close(found, [1.0, 0.0, 0.0], read=RETURNS)
-    case("digits and letters with accents belong to words, an apostrophe does not")
-    found = ev.contaminated_share(["a 2 b", "a é b", "don't go"], ["a 3 b", "a ö b", "don t go"], 3)
-    expect_close(found, [0.0, 0.0, 1.0], read=ARGS)
+    case("digits, letters with accents and underscores belong to words, an apostrophe does not")
+    corpus = ["a 3 b", "a e b", "don t go", "c d e"]
+    found = ev.contaminated_share(["a 2 b", "a é b", "don't go", "c_d e"], corpus, 3)
+    expect_close(found, [0.0, 0.0, 1.0, 0.0], read=ARGS)
     case("12 words in a row are no gram of 13")
     words = [f"w{i}" for i in range(13)]
     found = ev.contaminated_share([" ".join(words)], [" ".join(words[:12]), " ".join(words[1:])])
@@ -435,6 +436,8 @@ def test_contaminated_share_counts_places_and_keeps_documents_apart():
     case("no texts, and no corpus")
     expect_equal(ev.contaminated_share([], ["a"]), [], read=RETURNS)
     expect_close(ev.contaminated_share(["a b"], []), [0.0], read=RETURNS)
+    case("one text twice")
+    expect_close(ev.contaminated_share(["a b", "a b"], ["a b"]), [1.0, 1.0], read=RETURNS)
 
 
 class Document(str):
