@@ -4,7 +4,6 @@ import hashlib
 import json
 import random
 import sys
-import tracemalloc
 import unicodedata
 from collections import deque
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ import torch
 from torch.nn import functional
 
 from lib.given.data import parts
-from lib.workbook.grading import case, expect_close, expect_equal, expect_raises, expect_true, graded, oracle
+from lib.workbook.grading import case, expect_close, expect_equal, expect_raises, expect_true, graded, oracle, with_peak
 from solutions.training import TokenBatches
 
 data = graded("data")
@@ -404,10 +403,7 @@ def test_deduplicate_lines_keeps_a_hash_a_line():
     case("300 lines of 20,000 characters")
     documents = [f"{i} {'x' * 20_000}\n" for i in range(300)]
     data.deduplicate_lines(documents[:3])
-    tracemalloc.start()
-    found = data.deduplicate_lines(documents, "first")
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
+    found, peak = with_peak(lambda: data.deduplicate_lines(documents, "first"))
     expect_equal(len(found), 300, name="documents", read=RETURNS)
     limit = sum(map(len, documents)) * 1.5
     expect_true(peak < limit, f"{peak / 1e6:.1f} MB beside the documents: the lines themselves were kept", read=COST)
@@ -450,10 +446,7 @@ def test_minhash_signature_of_words_and_of_none():
 def test_minhash_signature_of_a_long_text():
     case("8,000 shingles: all their values at once would be 8 MB, and a product of them as many again")
     text = " ".join(f"w{i}" for i in range(8_000))
-    tracemalloc.start()
-    found = data.minhash_signature(text)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
+    found, peak = with_peak(lambda: data.minhash_signature(text))
     expect_true(found.max() < PRIME / 300, "the least of 8,000 values is small", read=MINHASH)
     expect_true(peak < 10e6, f"{peak / 1e6:.0f} MB at once", read=COST)
 
@@ -603,10 +596,7 @@ def test_contaminated_spans_keeps_a_hash_an_n_gram():
     case("100 evaluation texts of 40 words of 100 characters: their n-grams are 3.7 MB")
     evaluation = [" ".join(f"{i}x{k:098}" for k in range(40)) for i in range(100)]
     data.contaminated_spans(evaluation[:1], evaluation[:1])
-    tracemalloc.start()
-    found = data.contaminated_spans(evaluation[:2], evaluation)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
+    found, peak = with_peak(lambda: data.contaminated_spans(evaluation[:2], evaluation))
     expect_equal(found, [[(0, 40)]] * 2, read=RETURNS)
     expect_true(peak < 2e6, f"{peak / 1e6:.1f} MB at once: the n-grams themselves were kept", read=COST)
 
@@ -933,10 +923,7 @@ def test_write_shards_holds_one_shard(kind, tmp_path):
     case(f"{kind}: 1,000,000 ids in shards of 20,000, whose bytes are 40 kB")
     row = np.lib.stride_tricks.as_strided(np.array([7], np.uint16), (1_000_000,), (0,))
     documents = (row[i : i + 100] for i in range(0, 1_000_000, 100)) if kind == "many documents" else [row]
-    tracemalloc.start()
-    data.write_shards(tmp_path, documents, 20_000, 100, 0)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
+    _, peak = with_peak(lambda: data.write_shards(tmp_path, documents, 20_000, 100, 0))
     expect_true(peak < 1e6, f"{peak / 1e6:.1f} MB at once: a shard and a piece in int64 need 0.3 MB", read=COST)
 
 
@@ -969,10 +956,7 @@ def test_shuffled_index_by_the_formula(n):
 
 def test_shuffled_index_needs_no_table():
     case("place 123,456,789 of 10**15")
-    tracemalloc.start()
-    found = data.shuffled_index(123_456_789, 10**15, 1)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
+    found, peak = with_peak(lambda: data.shuffled_index(123_456_789, 10**15, 1))
     expect_equal(found, expected_index(123_456_789, 10**15, 1, 0), read=FEISTEL)
     expect_true(peak < 1e6, f"{peak / 1e6:.1f} MB", read=COST)
 
@@ -1091,8 +1075,5 @@ def test_ShardReader_maps_and_does_not_load(tmp_path):
         shards.append({"name": name, "tokens": len(row), "sha256": ""})
     manifest = {"dtype": "uint16", "vocab_size": 9, "end_id": 0, "documents": 1, "tokens": 4_000_000, "shards": shards}
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
-    tracemalloc.start()
-    batches(data.ShardReader(tmp_path, 4, 8, seed=0), 5)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
+    _, peak = with_peak(lambda: batches(data.ShardReader(tmp_path, 4, 8, seed=0), 5))
     expect_true(peak < 1e6, f"{peak / 1e6:.1f} MB in memory", read=COST)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lib.workbook.grading import case, expect_close, expect_equal, expect_raises, expect_true, graded, oracle
+from lib.workbook.grading import case, expect_close, expect_equal, expect_raises, expect_true, graded, oracle, with_peak
 from tests.chapter_27.models import VOCAB, Recorder, log_probs, table_model
 
 ev = graded("evaluation")
@@ -472,16 +472,12 @@ def test_contaminated_share_reads_the_corpus_once_and_keeps_nothing():
 @pytest.mark.memory_limit(300)
 def test_contaminated_share_memory_grows_with_the_texts_only():
     case("300,000 different 5-grams in 300 documents: the peak is below 2 MB")
-    import tracemalloc
 
     def corpus():
         for i in range(300):
             yield " ".join(f"w{i}x{j}" for j in range(1000))
 
-    tracemalloc.start()
-    ev.contaminated_share(["w1x1 w1x2 w1x3 w1x4 w1x5"], corpus(), 5)
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
+    _, peak = with_peak(lambda: ev.contaminated_share(["w1x1 w1x2 w1x3 w1x4 w1x5"], corpus(), 5))
     expect_true(peak < 2_000_000, f"the peak was {peak / 1e6:.1f} MB", read=COST)
 
 

@@ -3,6 +3,7 @@
 from lib.workbook.grading.cases import case, current_case
 from lib.workbook.grading.expect import Wrong, expect_close, expect_equal, expect_raises, expect_true
 from lib.workbook.grading.graded import Graded, graded
+from lib.workbook.grading.memory import with_peak
 from lib.workbook.grading.mistakes import Mistake, edits, mistake, mistakes_of
 from lib.workbook.grading.oracles import oracle, recorded
 
@@ -22,4 +23,5 @@ __all__ = [
     "mistakes_of",
     "oracle",
     "recorded",
+    "with_peak",
 ]
