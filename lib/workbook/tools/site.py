@@ -219,7 +219,7 @@ def listen_on_files() -> None:
 
     def create_kernel_manager(client: "NotebookClient") -> "KernelManager":
         manager = create(client)
-        manager.transport, manager.ip = "ipc", str(Path(where).with_name(uuid.uuid4().hex))
+        manager.transport, manager.ip = "ipc", str(Path(where).with_name(uuid.uuid4().hex[:8]))
         return manager
 
     NotebookClient.create_kernel_manager = create_kernel_manager  # type: ignore[assignment, method-assign]
