@@ -3,7 +3,6 @@
 import itertools
 import re
 import time
-import tracemalloc
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -19,7 +18,6 @@ from lib.workbook.grading import Wrong, expect_close, expect_equal, expect_raise
 from lib.workbook.grading.answers import further_apart, same_answer
 from lib.workbook.grading.firsts import NOT_COMPARED, PASSED, VARIES, are_like, either, sketch
 from lib.workbook.grading.likeness import FEW, Outcome, looks_like
-from lib.workbook.grading.memory import with_peak
 from lib.workbook.grading.mistakes import Mistake
 
 
@@ -373,12 +371,3 @@ def test_a_clock_that_a_check_winds_does_not_end_the_time_of_an_outer_limit(monk
         with monkeypatch.context() as patch, alarm(60):
             patch.setattr(time, "monotonic", itertools.count(1_000_000).__next__)
         time.sleep(0.1)  # the outer limit used to ring after 0.01 s, as a fixture put the clock right
-
-
-def test_memory_is_traced_while_a_call_runs_and_no_longer():
-    found, peak = with_peak(lambda: len([bytes(10**6) for _ in range(3)]))
-    assert found == 3
-    assert 3e6 < peak < 3.1e6
-    with pytest.raises(ZeroDivisionError):
-        with_peak(lambda: 1 / 0)
-    assert not tracemalloc.is_tracing()
