@@ -21,6 +21,7 @@ SOME_ROWS = 16  # up to which the parts of a narrow weight's product are small b
 MANY_ROWS = 64  # above it a wide copy of the weight costs less than its arithmetic
 ROOM = 200_000  # bytes of shared memory
 LONG_ROW = 4096  # terms from which a program reads longer pieces of fewer rows
+LARGE = 4096  # rows, too, from which a weight with long rows is a large one
 TERMS = 128  # that a program of few rows reads at a time; of levels it reads a group
 
 
@@ -45,12 +46,12 @@ class Tile(NamedTuple):
 THREE, FOUR = (3, 3, 3, 3), (4, 4, 4, 4)
 FEW = Tile(THREE, 256, 6, 16)
 TILES = {
-    "wide": (Tile((4, 4, 5, 4), 512, 3, 3), Tile((8, 7, 6, 4), 512, 3, 4), Tile(FOUR, 256, 3, 4, 128)),
+    "wide": (Tile((4, 4, 5, 4), 512, 1, 3), Tile((8, 7, 6, 4), 512, 1, 4), Tile(FOUR, 256, 1, 4, 128)),
     "float8": (Tile((4, 4, 8, 6), 512, 3, 4), Tile((4, 4, 8, 6), 512, 3, 4), Tile(FOUR, 512, 3, 4)),
     "int4": (Tile(FOUR, 512, 3, 8), Tile(FOUR, 512, 3, 8), Tile((4, 4, 6, 4), 512, 3, 8)),
 }
 """Of a product, of one with long rows of the weight, and of a gated one. A narrow weight and at most `SOME_ROWS` have
-the tile `FEW`.
+the tile `FEW`, and a large narrow weight and more than 32 rows three stages.
 
 As measured on an H200. It matters whether one program or two fit a processor, and whether the next kernel's fit beside
 them, so the best numbers of stages follow no simple rule.
@@ -266,8 +267,15 @@ def tile_of(x: Float[Tensor, "n k"], weight: Tensor | Narrow, gated: bool = Fals
     kind = "wide" if isinstance(weight, Tensor) else "float8" if weight.zeros is None else "int4"
     if kind != "wide" and len(x) <= SOME_ROWS:
         return FEW
-    is_large = x.element_size() == 2 and has_room(x.device)
-    return TILES[kind][0 if not is_large else 2 if gated else x.shape[1] >= LONG_ROW]
+    has_space = x.element_size() == 2 and has_room(x.device)
+    tile = TILES[kind][0 if not has_space else 2 if gated else x.shape[1] >= LONG_ROW]
+    return tile if kind == "wide" or not is_large(weight) else tile._replace(stages=(*tile.stages[:3], 3))
+
+
+def is_large(weight: Tensor | Narrow) -> bool:
+    """Whether a weight is large enough to keep all processors busy with tiles that suit no small one."""
+    numbers, n_terms = (weight.numbers, weight.n_terms) if isinstance(weight, Narrow) else (weight, weight.shape[1])
+    return len(numbers) >= LARGE and n_terms >= LONG_ROW
 
 
 def few_rows(

@@ -9,16 +9,17 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lib.fast.parts.early import launch_early, wait_for_the_kernel_ahead
-from lib.fast.parts.narrow import LONG_ROW, Narrow
+from lib.fast.parts.narrow import LONG_ROW, Narrow, is_large
 from lib.given.kernels.mode import tl, triton
 
 TILES = {
-    "wide": ((4, 2048, 8), (2, 2048, 4), (4, 2048, 4)),
-    "float8": ((4, 2048, 4), (4, 512, 2), (4, 2048, 4)),
-    "int4": ((8, 64, 8), (16, 16, 4), (4, 16, 2)),
+    "wide": ((4, 2048, 8), (2, 2048, 4), (4, 2048, 4), (8, 512, 4)),
+    "float8": ((4, 2048, 4), (4, 512, 2), (4, 2048, 4), (8, 1024, 4)),
+    "int4": ((8, 64, 8), (16, 16, 4), (4, 16, 2), (16, 32, 8)),
 }
-"""Of a product of one row with long rows of the weight, of a gated one, and of any other: the columns of a program,
-the terms (for int4 the groups) that it reads at a time, and its warps. As measured on an H200."""
+"""Of a product of one row with long rows of the weight, of a gated one, of any other, and of one with a large weight:
+the columns of a program, the terms (for int4 the groups) that it reads at a time, and its warps. As measured on an
+H200."""
 
 
 @triton.jit
@@ -266,7 +267,7 @@ def one_row(
         gated: Return ``silu(first half) * second half`` of the product.
         into: ``[1, F]``; if given, the product is added to it, in place.
     """
-    way = 1 if gated else 0 if x.shape[1] >= LONG_ROW else 2
+    way = 1 if gated else 3 if is_large(weight) else 0 if x.shape[1] >= LONG_ROW else 2
     if isinstance(weight, Narrow) and weight.zeros is not None:
         return one_int4_row(x, weight, gain, eps, gated, into, TILES["int4"][way])
     wide, scales, _ = weight if isinstance(weight, Narrow) else (weight, None, None)

@@ -9,6 +9,8 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 
 from lib.fast.attention.one_row import one_row_attention
 from lib.fast.attention.paged import ROWS, Tiles, cut, prompt_attention
+from lib.fast.parts import narrow as parts
+from lib.fast.parts.narrow import dense
 from lib.fast.parts.packed import FORMATS, Packed, pack
 from lib.fast.parts.rows import add_norm, embed, gate, merge, rotate_and_store
 from lib.fast.parts.sample import NOT_FINITE, sample_rows
@@ -16,18 +18,27 @@ from lib.given.kernels.mode import HAS_TRITON, NO_TRITON
 from lib.given.models.serving import Progress, Request
 from lib.llama import RMSNorm, sample_next
 from lib.rope import apply_rope, precompute_rope
+from lib.runs.serving.quantized import narrow
 from tests.house.fast.comparing import check_one_row, close, normal, on_both
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason=NO_TRITON)
 
 
 @on_both
-@pytest.mark.parametrize("width", [48, 300])
-def test_a_product_of_one_row(device, width):
-    x, weight = normal(1, width, device=device), normal(10, width, device=device, seed=1)
-    norm: Any = RMSNorm(width, 1e-3).to(device)
-    norm.weight.data.copy_(1 + normal(width, device=device, seed=2))
-    check_one_row(x, weight, weight, norm)
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("kind", ["wide", "int4", "float8"])
+def test_a_product_of_one_row(device, kind, large, monkeypatch):
+    """With rows of the weight that no tile divides, and with the tiles of a large weight, too."""
+    if large:
+        monkeypatch.setattr(parts, "LARGE", 1)
+        monkeypatch.setattr(parts, "LONG_ROW", 1)
+    for width in (48, 300) if kind == "wide" else (96, 320):
+        x, wide = normal(1, width, device=device), normal(10, width, device=device, seed=1)
+        weight = wide if kind == "wide" else narrow(wide, kind)
+        assert parts.is_large(weight) == large
+        norm: Any = RMSNorm(width, 1e-3).to(device)
+        norm.weight.data.copy_(1 + normal(width, device=device, seed=2))
+        check_one_row(x, weight, wide if kind == "wide" else dense(weight, torch.float32), norm)
 
 
 @on_both

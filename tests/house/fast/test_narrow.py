@@ -55,6 +55,15 @@ def test_narrow_products_of_more_rows(device, kind, monkeypatch):
     close(product(x, weight), linear(x, wide), atol=1e-4)
 
 
+def test_tiles_of_a_large_narrow_weight_have_three_stages_for_many_rows():
+    numbers = torch.empty(parts.LARGE, parts.LONG_ROW, dtype=torch.int8, device="meta")
+    scales, few, many = numbers[:, :1], numbers[: parts.SOME_ROWS].half(), numbers[: parts.MANY_ROWS].half()
+    large, small = parts.Narrow(numbers, scales, None), parts.Narrow(numbers[1:], scales[1:], None)
+    assert parts.tile_of(many, large).stages[3] == 3
+    assert parts.tile_of(many, small).stages == parts.TILES["float8"][0].stages
+    assert parts.tile_of(few, large) == parts.FEW
+
+
 def test_layers_of_narrow_weights_are_joined_and_moved():
     for kind in KINDS:
         layers = [NarrowLinear(narrow(normal(n, 64, device="cpu"), kind)) for n in (3, 5)]
