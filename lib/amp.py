@@ -29,7 +29,7 @@ class FloatFormat:
             A format with 11 exponent bits must have infinity.
 
     Raises:
-        ValueError: a width is out of its range; the message names the width and its range.
+        ValueError: a width is out of its range; the message names the width's value and its range.
             Without infinity the range of ``exponent_bits`` is 2 to 10.
 
     Source: IEEE 754-2019, section 3; Micikevicius and others (arXiv:2209.05433), table 1, for the two formats of 8
@@ -100,7 +100,7 @@ def accumulate(
     Size: 15 minutes, difficulty 2, core.
 
     Args:
-        values: Numbers in the order in which they are added.
+        values: Numbers in the order in which they are added; left unchanged.
         accumulator_dtype: Dtype of the total, which starts at 0.
         value_dtype: Dtype to which each number is rounded before it is added.
 
@@ -267,6 +267,7 @@ def autocast_dtypes(model: nn.Module, x: Tensor, dtype: torch.dtype) -> dict[str
         Name to dtype for each module without submodules that was called, in the order of ``model.named_modules()``
         (which need not be the order of the calls).
         A model without submodules has the name "".
-        If an output has several tensors, the first counts; if a module is called several times, the last call counts.
+        If an output is a tuple, list or dict, the first tensor in it counts.
+        If a module is called several times, the last call counts.
     """
     raise NotImplementedError("Exercise 11.6: write autocast_dtypes")

@@ -28,6 +28,8 @@ ties are rounded away from zero, but they should go to the even number
 - torch.round(wide / spacing) => torch.copysign(((wide / spacing).abs() + 0.5).floor(), wide)
 `floor(x + 0.5)` rounds every tie up, but half of them should go down, to the even number
 - torch.round(wide / spacing) => (wide / spacing + 0.5).floor()
+`torch.frexp` has its fraction in [1/2, 1), so its exponent is one larger than the logarithm's floor
+- .exponent - 1 => .exponent
 the bits that do not fit are cut off instead of rounded to the nearest number
 - torch.round => torch.trunc
 the spacing keeps shrinking below the smallest normal number, but subnormals are equally far apart
@@ -36,10 +38,14 @@ numbers below the smallest normal number become 0, but subnormals go on there
 - return rounded.to(x.dtype) => return torch.where(wide.abs() < fmt.min_normal, 0.0, rounded).to(x.dtype)
 the comparison with max comes before the rounding: 65,519 becomes infinite, but it rounds down
 - rounded.abs() > fmt.max => wide.abs() > fmt.max
+`>=` in place of `>`: the largest number of the format becomes infinite, too
+- rounded.abs() > fmt.max => rounded.abs() >= fmt.max
 overflow stops at the largest number, but a format with infinity overflows to infinity
 - torch.inf if fmt.has_infinity else fmt.max => fmt.max
 a format without infinity returns infinity
 - torch.inf if fmt.has_infinity else fmt.max => torch.inf
+every format without infinity stops at 448, which is the largest number of float8_e4m3fn alone
+- else fmt.max => else 448.0
 a format without infinity overflows to NaN, as PyTorch did before 2.12; here it saturates
 - else fmt.max => else torch.nan
 an infinite input becomes NaN, because infinity divided by its own spacing is NaN
@@ -48,6 +54,8 @@ the exponent comes from a logarithm, which rounds up just below a power of two
 - exponent = torch.frexp(wide.abs().clamp(min=fmt.min_normal)).exponent - 1
 + magnitude = wide.abs().clamp(fmt.min_normal, torch.finfo(torch.float64).max)
 + exponent = magnitude.log2().floor().clamp(max=1023)
+x is changed in place: `double()` of a float64 tensor is that tensor, not a copy
+- torch.round(wide / spacing) * spacing => wide.div_(spacing).round_().mul_(spacing)
 the sign of zero is lost
 - return rounded.to(x.dtype) => return (rounded + 0.0).to(x.dtype)
 float64 goes through float32 first, and a number just off a tie is rounded twice
@@ -76,6 +84,12 @@ the total is on the CPU, wherever the values are
 - return total => return torch.zeros_like(total, device="cpu") if total.is_meta else total.cpu()
 the result is a Python number
 - return total => return total.item()
+the total begins as the first value itself, so that `+=` changes the values
+- total = torch.zeros((), dtype=accumulator_dtype, device=values.device)
+- for value in values.detach().flatten().to(value_dtype):
++ values = values.detach().flatten()
++ total = (values[0] if len(values) else values.sum()).to(value_dtype).to(accumulator_dtype)
++ for value in values[1:].to(value_dtype):
 `view(-1)` cannot flatten a transposed matrix: `flatten` or `reshape` copies where it must
 - .flatten() => .view(-1)
 
@@ -86,8 +100,15 @@ a step with inf is not skipped: only the scale changes
 +
 NaN goes unnoticed: only infinity is looked for
 - (~largest.isfinite()) => largest.isinf()
+only the greatest entry is looked at, so -inf goes unnoticed
+- torch._foreach_norm(alike, torch.inf) => [grad.max() for grad in alike]
 the gradients are never divided by the scale
 - torch._foreach_mul_(alike, inverse.to(kind[0])) =>
+the divided gradients are new tensors, but unscale_ should change them in place
+- self._found[id(optimizer)] = torch.stack(found).any()
++ for p in [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]:
++     p.grad = p.grad.clone()
++ self._found[id(optimizer)] = torch.stack(found).any()
 step divides the gradients again, although unscale_ has already divided them
 - if id(optimizer) not in self._found:
 -     self.unscale_(optimizer)
@@ -104,6 +125,16 @@ the scale grows one update too late
 - torch.where(count == self.growth_interval, 0, count) => torch.where(count == self.growth_interval + 1, 0, count)
 inf in one optimizer's gradients keeps the other optimizers from their steps, too
 - self._found[id(optimizer)].item() => torch.stack(list(self._found.values())).any().item()
+only one optimizer's gradients decide about the scale, but inf in those of any should make it back off
+- torch.stack(list(self._found.values())).any() => list(self._found.values())[0]
+update asks for a step, but unscale_ alone is enough for it to back off
+- if not self._found: => if not self._stepped:
+update forgets only the optimizers that were stepped, so another one's inf counts again in the next step
+- self._found, self._stepped = {}, set()
++ self._found = {key: flag for key, flag in self._found.items() if key not in self._stepped}
++ self._stepped = set()
+steps are counted instead of updates, so two optimizers make the scale grow twice as soon
+- self._growth_tracker + 1) => self._growth_tracker + len(self._stepped))
 the scale backs off once for each optimizer instead of once for each update
 - self._scale * self.backoff_factor => self._scale * self.backoff_factor ** len(self._found)
 the scale doubles into infinity, and every gradient after it is lost
@@ -112,6 +143,8 @@ the host reads one value for each parameter, but one value for all of them is en
 - torch.stack(found).any() => torch.tensor(not all(bool(grad.isfinite().all()) for grad in grads))
 gradients are squared to look for infinity, and 1e30 overflows
 - torch._foreach_norm(alike, torch.inf) => [grad.float().square().sum() for grad in alike]
+gradients are added up to look for infinity, and the sum of large finite ones overflows
+- torch._foreach_norm(alike, torch.inf) => [grad.sum() for grad in alike]
 unscale_ may be called twice without an error, and the gradients are divided twice
 - id(optimizer) in self._found => False
 a closure given by position is run, and its gradients are not checked
@@ -135,6 +168,8 @@ only one tensor can be scaled, no list or tuple
 - [self.scale(output) for output in outputs] => outputs
 step does not return what the optimizer's step returned
 - return optimizer => optimizer
+keyword arguments do not reach the optimizer's step
+- (*args, **kwargs) => ()
 the count becomes int64 (the dtype of `torch.tensor(0)`), but it should stay int32
 - .to(torch.int32) => .long()
 
@@ -143,6 +178,11 @@ an inner region is overruled by the outer one: its call goes through the outer r
 - if getattr(_inside, "busy", False):
 -     return func(*args, **kwargs)
 +
+an operation that is in no list of the inner region goes through the outer one, which may cast it
+- _inside.busy = True
++ if dtype is None:
++     return func(*args, **kwargs)
++ _inside.busy = True
 reductions run in the low precision too
 - torch.float32 if name in self.reductions else None => None
 device_type is ignored: CUDA's rules are used for the CPU, too
@@ -198,6 +238,23 @@ the hooks stay in the model
 - for handle in handles:
 -     handle.remove()
 + pass
+all forward hooks are removed from the model, those of others too
+- handle.remove() => pass
+- return {name: found[name] for
++ for layer in layers.values():
++     layer._forward_hooks.clear()
++ return {name: found[name] for
+`train()` at the end puts all layers in training mode, those that were in eval mode too
+- functional_call(model, buffers, (x,)) => functional_call(model.eval(), buffers, (x,))
+- for handle in handles:
++ model.train()
++ for handle in handles:
+`zero_grad()` removes gradients that the model had before
+- for handle in handles:
++ model.zero_grad()
++ for handle in handles:
+the first tensor is looked for in tuples only, but a list or dict of tensors has one, too
+- _first_tensor(output).dtype => (output[0] if isinstance(output, tuple) else output).dtype
 the hooks stay in the model when its forward fails
 - try: => if True:
 - finally: => if True:

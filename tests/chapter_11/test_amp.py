@@ -26,14 +26,15 @@ BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 class Format:
     """A format of the tests' own, so that rounding can be graded without ex-amp-floatformat."""
 
-    def __init__(self, name: str):
-        self.exponent_bits, self.mantissa_bits, self.has_infinity = FORMATS.get(name, (11, 52, True))
-        bias = 2 ** (self.exponent_bits - 1) - 1
+    def __init__(self, name: str | tuple[int, int, bool]):
+        bits = FORMATS.get(name, (11, 52, True)) if isinstance(name, str) else name
+        self.exponent_bits, self.mantissa_bits, self.has_infinity = bits
+        self.bias = bias = 2 ** (self.exponent_bits - 1) - 1  # a learner's FloatFormat may have it, too
         self.epsilon = 2.0**-self.mantissa_bits
         self.min_normal = 2.0 ** (1 - bias)
         self.min_subnormal = self.min_normal * self.epsilon
         whole = (2 - self.epsilon) * 2.0**bias
-        self.max = whole if self.has_infinity else 448.0
+        self.max = whole if self.has_infinity else (2 - 2 * self.epsilon) * 2.0 ** (bias + 1)
 
 
 def same_bits(actual: Tensor, expected: Tensor, x: Tensor, read: str) -> None:
@@ -146,9 +147,9 @@ def test_round_to_format_keeps_subnormals():
 
 
 def test_round_to_format_overflows_only_after_rounding():
-    case("float16, x = 65519, 65520, -65520, 1e30: the first rounds down to 65504, the others are infinite")
-    x = torch.tensor([65_519.0, 65_520.0, -65_520.0, 1e30])
-    expected = torch.tensor([65_504.0, torch.inf, -torch.inf, torch.inf])
+    case("float16, x = 65504, 65519, 65520, -65520, 1e30: 65519 rounds down to 65504, the last three are infinite")
+    x = torch.tensor([65_504.0, 65_519.0, 65_520.0, -65_520.0, 1e30])
+    expected = torch.tensor([65_504.0, 65_504.0, torch.inf, -torch.inf, torch.inf])
     expect_close(amp.round_to_format(x, Format("float16")), expected, atol=0, rtol=0, read=BEYOND)
 
 
@@ -167,6 +168,10 @@ def test_round_to_format_saturates_without_infinity():
     x = torch.tensor([torch.inf, -torch.inf, torch.nan])
     expected = torch.tensor([448.0, -448.0, torch.nan])
     expect_close(amp.round_to_format(x, Format("float8_e4m3fn")), expected, atol=0, rtol=0, read=BEYOND)
+    case("3 exponent and 2 mantissa bits without infinity, x = 21, 23, -30, inf: 24 is the greatest")
+    x = torch.tensor([21.0, 23.0, -30.0, torch.inf])
+    expected = torch.tensor([20.0, 24.0, -24.0, 24.0])
+    expect_close(amp.round_to_format(x, Format((3, 2, False))), expected, atol=0, rtol=0, read=BEYOND)
 
 
 def test_round_to_format_leaves_what_the_format_has():
@@ -223,6 +228,9 @@ def test_round_to_format_any_shape_and_x_unchanged():
     fmt = Format("float8_e5m2")
     expect_close(amp.round_to_format(x, fmt), x.to(torch.float8_e5m2).float(), atol=0, rtol=0, read=SPACING)
     expect_close(x, before, name="x afterwards", atol=0, rtol=0)
+    wide = torch.tensor([1.1, -3.3], dtype=torch.float64)
+    amp.round_to_format(wide, fmt)
+    expect_close(wide, torch.tensor([1.1, -3.3], dtype=torch.float64), name="a float64 x afterwards", atol=0, rtol=0)
     expect_close(amp.round_to_format(torch.tensor(1.1), fmt), torch.tensor(1.0), atol=0, rtol=0, read=SPACING)
     expect_close(amp.round_to_format(torch.empty(0), fmt), torch.empty(0))
 
@@ -290,8 +298,10 @@ def test_accumulate_by_hand():
 )
 def test_accumulate_gives_the_four_sums(accumulator, value, expected):
     case(f"0.01 a thousand times; total {str(accumulator)[6:]}, values {str(value)[6:]}")
-    answer = amp.accumulate(torch.full((1000,), 0.01), accumulator, value)
+    values = torch.full((1000,), 0.01)
+    answer = amp.accumulate(values, accumulator, value)
     expect_close(answer, torch.tensor(expected, dtype=accumulator), atol=1e-6, rtol=0, read=SUM)
+    expect_close(values, torch.full((1000,), 0.01), atol=0, rtol=0, name="values afterwards")
 
 
 @pytest.mark.parametrize("accumulator", [torch.float16, torch.bfloat16, torch.float32, torch.float64])

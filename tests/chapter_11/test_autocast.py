@@ -226,6 +226,10 @@ def test_MiniAutocast_nests():
             found.append((x @ x).dtype)
     found.append((x @ x).dtype)
     expect_equal(found, [BRAIN, HALF, SINGLE, HALF, BRAIN, SINGLE], name="dtypes", read="the contract")
+    case("a region with the CPU's rules inside one with CUDA's, whose list alone has softmax: it runs unchanged")
+    with amp.MiniAutocast(BRAIN), amp.MiniAutocast(HALF, "cpu"):
+        narrow = x.half().softmax(-1)
+    expect_equal(narrow.dtype, HALF, name="dtype of the softmax of a float16 tensor", read="the contract")
 
 
 def test_MiniAutocast_leaves_its_inputs():
@@ -308,20 +312,25 @@ def test_autocast_dtypes_equals_torchs_on_a_gpu():
 
 
 def test_autocast_dtypes_leaves_the_model_as_it_was():
-    case("a model with BatchNorm and dropout in training mode: buffers, gradients, hooks, mode, random numbers")
-    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Dropout(0.5))
+    case("a model in training mode, its last layer in eval mode; the first has gradients of 1 and a hook")
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Dropout(0.5), nn.Dropout(0.5).eval())
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    first, read = model[0], "the contract, under Args: model"
+    for p in first.parameters():
+        p.grad = torch.ones_like(p)
+    first.register_forward_hook(lambda module, inputs, output: None)
     torch.manual_seed(3)
     amp.autocast_dtypes(model, randn(2, 1, 5, 5), BRAIN)
     drawn = torch.rand(2)
     torch.manual_seed(3)
-    read = "the contract, under Args: model"
     expect_close(dict(model.state_dict()), before, atol=0, rtol=0, name="state_dict", read=read)
     expect_close(drawn, torch.rand(2), atol=0, rtol=0, name="the next random numbers", read=read)
-    expect_true(all(p.grad is None for p in model.parameters()), "gradients were left in the model", read=read)
-    hooks = [name for name, m in model.named_modules() if m._forward_hooks]
-    expect_equal(hooks, [], name="modules with a forward hook left in them", read=read)
-    expect_true(model.training, "the model is no longer in training mode", read=read)
+    grads = [None if p.grad is None else p.grad.unique().tolist() for p in model.parameters()]
+    expect_equal(grads, [[1.0], [1.0], None, None], name="values in each parameter's gradient", read=read)
+    hooks = [len(m._forward_hooks) for m in model]
+    expect_equal(hooks, [1, 0, 0, 0], name="number of forward hooks of each layer", read=read)
+    modes = [model.training, *(m.training for m in model)]
+    expect_equal(modes, [True] * 4 + [False], name="training, of the model and of each layer", read=read)
 
 
 def test_autocast_dtypes_are_in_the_models_order():
@@ -351,6 +360,13 @@ def test_autocast_dtypes_of_outputs_in_tuples():
         found = amp.autocast_dtypes(model, torch.empty(3, 3), HALF)
     expect_equal(found, {"0": HALF}, read=PREDICTS)
     expect_equal(amp.autocast_dtypes(nn.Sequential(norm, pair), randn(3, 3), BRAIN), {"0": SINGLE, "1": BRAIN})
+
+    class Listed(nn.Module):
+        def forward(self, x):
+            return [x @ x, x]
+
+    case("a layer that returns [product, input]")
+    expect_equal(amp.autocast_dtypes(Listed(), randn(3, 3), BRAIN), {"": BRAIN}, read="the contract, under Returns")
 
 
 def test_autocast_dtypes_of_a_layer_that_is_called_twice():

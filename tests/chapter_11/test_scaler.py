@@ -11,6 +11,7 @@ amp = graded("amp")
 
 RULE = "eq-amp-4"
 ORDER = "the contract of ex-amp-gradscaler, under Raises"
+IN_PLACE = "the contract, under unscale_: in place"
 
 
 def parameter(*values: float) -> nn.Parameter:
@@ -79,9 +80,11 @@ def test_GradScaler_unscales_in_place_once():
     scaler, weight = amp.GradScaler(init_scale=8.0), parameter(10.0)
     optimizer = torch.optim.SGD([weight], lr=1.0)
     backward(scaler, weight, 3.0)
-    expect_close(weight.grad, torch.tensor([24.0]), name="gradient before", read=RULE)
+    gradient = weight.grad
+    expect_close(gradient, torch.tensor([24.0]), name="gradient before", read=RULE)
     scaler.unscale_(optimizer)
     expect_close(weight.grad, torch.tensor([3.0]), name="gradient after unscale_", read=RULE)
+    expect_true(weight.grad is gradient, "the gradient is a new tensor", answer=weight.grad, read=IN_PLACE)
     torch.nn.utils.clip_grad_norm_([weight], 1.0)
     scaler.step(optimizer)
     expect_close(weight.detach(), torch.tensor([9.0]), atol=1e-5, name="weight", read=RULE)
@@ -91,7 +94,7 @@ def test_GradScaler_unscales_in_place_once():
 def test_GradScaler_equals_torchs_step_for_step(seed):
     case(f"60 steps of AdamW, three tensors, one step in four with inf or NaN, growth after 3, seed {seed}")
     generator = torch.Generator().manual_seed(seed)
-    sizes, both = [(3,), (2, 2), (1,)], []
+    sizes, both = [(3,), (1,), (2, 2)], []
     start = [torch.randn(size, generator=generator) for size in sizes]
     for make in (amp.GradScaler, lambda **kw: torch.amp.GradScaler("cpu", **kw)):
         weights = [nn.Parameter(w.clone()) for w in start]
@@ -115,16 +118,39 @@ def test_GradScaler_equals_torchs_step_for_step(seed):
 
 
 def test_GradScaler_of_two_optimizers():
-    case("two optimizers, the first with inf: the second steps, and the scale backs off once")
-    scaler, bad, good = amp.GradScaler(**settings()), parameter(1.0), parameter(1.0)
-    optimizers = [torch.optim.SGD([weight], lr=1.0) for weight in (bad, good)]
-    backward(scaler, bad, torch.inf)
-    backward(scaler, good, 0.25)
+    for place in ("first", "second"):
+        case(f"two optimizers, the {place} with inf: the other steps, and the scale backs off once")
+        scaler, bad, good = amp.GradScaler(**settings()), parameter(1.0), parameter(1.0)
+        optimizers = [
+            torch.optim.SGD([weight], lr=1.0) for weight in ((bad, good) if place == "first" else (good, bad))
+        ]
+        backward(scaler, bad, torch.inf)
+        backward(scaler, good, 0.25)
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+        found = [bad.item(), good.item(), scaler.get_scale()]
+        expect_close(found, [1.0, 0.75, 4.0], name="weights and scale", read=RULE)
+    case("both without inf: one update counts once, so the scale does not grow yet")
+    backward(scaler, bad, 1.0)
+    backward(scaler, good, 1.0)
     for optimizer in optimizers:
         scaler.step(optimizer)
     scaler.update()
-    found = [bad.item(), good.item(), scaler.get_scale()]
-    expect_close(found, [1.0, 0.75, 4.0], name="weights and scale", read=RULE)
+    found = [scaler.get_scale(), scaler.state_dict()["_growth_tracker"]]
+    expect_close(found, [4.0, 1], name="scale and _growth_tracker", read=RULE)
+
+
+def test_GradScaler_updates_without_a_step():
+    case("inf: unscale_, no step, update, which backs off from 8; then a whole step with gradient 0.25, lr 1")
+    scaler, weight = amp.GradScaler(**settings()), parameter(1.0)
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    backward(scaler, weight, torch.inf)
+    scaler.unscale_(optimizer)
+    scaler.update()
+    take_step(scaler, optimizer, weight, 0.25)
+    found = [weight.item(), scaler.get_scale()]
+    expect_close(found, [0.75, 4.0], name="weight and scale", read="the contract, under update")
 
 
 def test_GradScaler_skips_for_any_gradient():
@@ -146,6 +172,10 @@ def test_GradScaler_looks_at_large_gradients_as_they_are():
     optimizer = torch.optim.SGD([weight], lr=1e-30)
     take_step(scaler, optimizer, weight, [1e30, -1e30])
     expect_close(weight.detach(), torch.tensor([-1.0, 1.0]), name="weight", read=RULE)
+    case("three finite gradients of 1.5e38: their sum would overflow float32, they do not")
+    scaler, weight = amp.GradScaler(init_scale=2.0), parameter(0.0, 0.0, 0.0)
+    take_step(scaler, torch.optim.SGD([weight], lr=1e-37), weight, [1.5e38] * 3)
+    expect_close(weight.detach(), torch.full((3,), -15.0), name="weight", read=RULE)
 
 
 def test_GradScaler_takes_sparse_and_bfloat16_gradients():
@@ -262,14 +292,14 @@ def test_GradScaler_refuses_float16_parameters():
 
 def test_GradScaler_passes_on_what_step_returns():
     class Optimizer(torch.optim.SGD):
-        def step(self, closure=None):
+        def step(self, closure=None, *, said="nothing"):
             super().step(closure)
-            return "stepped"
+            return said
 
-    case("an optimizer whose step returns 'stepped'")
+    case("step(optimizer, said='stepped'); the optimizer's step returns what it gets as `said`")
     scaler, weight = amp.GradScaler(**settings()), parameter(1.0)
     backward(scaler, weight, 1.0)
-    returned = [scaler.step(Optimizer([weight], lr=1.0))]
+    returned = [scaler.step(Optimizer([weight], lr=1.0), said="stepped")]
     expect_equal(returned, ["stepped"], name="[step()]", read="the contract, under step")
 
 
