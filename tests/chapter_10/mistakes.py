@@ -8,6 +8,8 @@ each rank takes a block of consecutive items, where it should take every R-th it
 - range(rank, n_each * world_size, world_size) => range(rank * n_each, (rank + 1) * n_each)
 nothing is padded or cut, so some ranks have an item more than others and would wait for them
 - [order[i % n] for i in range(rank, n_each * world_size, world_size)] => order[rank::world_size]
+a list of tensors is returned: `torch.randperm` gives a tensor, and `.tolist()` makes whole numbers of it
+- .tolist() if shuffle => if shuffle
 the epoch is not in the seed: every epoch repeats the first one's order
 - seed + epoch => seed
 each rank shuffles with a seed of its own, so that items are read twice or not at all
@@ -64,6 +66,14 @@ a parameter without a gradient is skipped: other ranks wait for it, or meet the 
 - _flat_mean([p], group)
 + if p.grad is not None:
 +     _flat_mean([p], group)
+zeros for a missing gradient have PyTorch's default dtype, not the parameter's
+- _flat_mean([p], group)
++ p.grad = torch.zeros(p.shape) if p.grad is None else p.grad
++ _flat_mean([p], group)
+a frozen parameter's old gradient is averaged too, but only those that require a gradient take part
+- in _trainable(module) => in [p for p in module.parameters() if p.requires_grad or p.grad is not None]
+the collectives are in the reverse order of the parameters
+- in _trainable(module) => in reversed(_trainable(module))
 the mean is over the ranks that used a parameter, where unused ones count as zeros
 - _flat_mean([p], group)
 + users = torch.tensor(float(p.grad is not None))
@@ -129,6 +139,8 @@ the square root is missing
 - math.sqrt(n_bytes * bandwidth * call_overhead_s) => n_bytes * bandwidth * call_overhead_s
 that is the size whose transfer takes as long as a call; it should depend on all bytes together
 - math.sqrt(n_bytes * bandwidth * call_overhead_s) => bandwidth * call_overhead_s
+the size is a whole number where one bucket is best, but it should always be a float
+- float(n_bytes) => n_bytes
 the bucket is larger than all gradients together, but k is at least 1
 + return math.sqrt(n_bytes * bandwidth * call_overhead_s)
 
@@ -160,7 +172,7 @@ each collective starts as soon as it can, so ranks that used different parameter
 + for which in range(len(self.buckets)):
 +     if self.n_missing[which]:
 +         self.start_next(which)
-hooks start collectives inside no_sync() too
+collectives start inside no_sync() too, in the hooks or in finish_gradient_synchronization()
 @@ _Rounds.paused
 + yield
 an exception inside no_sync() leaves synchronisation off: restore the flag in `finally`
@@ -182,6 +194,8 @@ collectives that a failed step had started are counted as the next step's
 - self.is_paused => self.is_paused or p in self.ready
 @@ _Rounds.finish_what_was_left
 + pass
+a forward under `torch.no_grad()` completes the round too, so a rank that evaluates alone would wait for the others
+- if self.ready and torch.is_grad_enabled(): => if self.ready:
 keyword arguments do not reach the module
 - (self, *args, **kwargs) => (self, *args)
 - self.module(*args, **kwargs) => self.module(*args)
@@ -205,6 +219,8 @@ a MB is 10**6 bytes here; `bucket_size_mb` counts MB of 2**20 bytes
 - > bucket_bytes => >= bucket_bytes
 the size counts numbers, where it should count bytes
 - sum(q.nbytes for q in bucket) + p.nbytes => sum(q.numel() for q in bucket) + p.numel()
+each number counts as 4 bytes, but a float64 takes 8 and a bfloat16 takes 2
+- sum(q.nbytes for q in bucket) + p.nbytes => sum(4 * q.numel() for q in bucket) + 4 * p.numel()
 dtypes share a bucket, in which the narrow ones are widened
 - open_buckets.get(p.dtype) => open_buckets.get(None)
 - open_buckets[p.dtype] => open_buckets[None]

@@ -162,12 +162,13 @@ class Loose(nn.Module):
         self.b = nn.Parameter(torch.zeros(3, 2).T)
         self.c = nn.Parameter(torch.zeros((), dtype=torch.float64))
         self.b_again = self.b
+        self.frozen.grad = torch.tensor([5.0 + rank])  # from before it was frozen
         self.a.grad = torch.tensor([1.0 + rank, 2.0 + 10 * rank])
         grad = torch.arange(6.0).reshape(2, 3) * (rank + 1)
         self.b.grad = grad.T.contiguous().T if transposed else grad
         self.c.grad = torch.tensor(3.0 * rank, dtype=torch.float64)
         if not used[rank]:
-            self.b.grad = None
+            self.b.grad = self.c.grad = None
 
 
 def average_loose(rank, world_size, name, used):
@@ -243,20 +244,20 @@ def train(rank, world_size, kind, n_each, n_steps):
     return found[kind], found["torch"]
 
 
-def overlap(rank, world_size, kinds):
+def overlap(rank, world_size, kinds, dtype=torch.float32):
     """One round for each kind, with milestones where backward is through with a layer, and where it ends."""
     for i, kind in enumerate(kinds):
-        model = wrap(kind, Chain(after=lambda name, i=i: milestone(f"{name} ({i})")))
+        model = wrap(kind, Chain(after=lambda name, i=i: milestone(f"{name} ({i})")).to(dtype))
         milestone(f"begin ({i})")
-        model(items(3, seed=rank, width=4)).square().mean().backward()
+        model(items(3, seed=rank, width=4).to(dtype)).square().mean().backward()
         milestone(f"backward ends ({i})")
         model.finish_gradient_synchronization()
         milestone(f"end ({i})")
 
 
 def several(rank, world_size, kind):
-    """Accumulation, no_sync nested, an error inside it, and a rank without items: one after the other."""
-    programs = (accumulate, nested, accumulate_after_an_error, with_an_empty_rank)
+    """Accumulation, no_sync nested, an error inside it, a rank without items, an evaluation: one after the other."""
+    programs = (accumulate, nested, accumulate_after_an_error, with_an_empty_rank, evaluated_in_a_round)
     return [program(rank, world_size, kind) for program in programs]
 
 
@@ -350,6 +351,19 @@ def with_an_empty_rank(rank, world_size, kind):
         model(items(2, seed=rank)).square().mean().backward()
     model.finish_gradient_synchronization()
     return gradients(model.module)
+
+
+def evaluated_in_a_round(rank, world_size, kind):
+    """One weight; a forward under no_grad between backward and the end of the round."""
+    module = nn.Linear(2, 1, bias=False)
+    model = wrap(kind, module)
+    milestone("round begins")
+    model(torch.tensor([[1.0 + rank, 2.0 + 10 * rank]])).sum().backward()
+    with torch.no_grad():
+        model(torch.ones(1, 2))
+    model.finish_gradient_synchronization()
+    milestone("round ends")
+    return module.weight.grad.clone()
 
 
 class Pair(nn.Module):

@@ -21,6 +21,7 @@ SHARES, MEAN, SUMS, HIDDEN, COST, BEST = (f"eq-ddp-{n}" for n in (1, 2, 3, 4, 5,
 SENT = "the section 'One start for all'"
 ORDER = "the section 'Buckets'"
 TURN = "the section 'While backward runs'"
+ALONE = "the contract of ex-ddp-average-gradients, under Args: module"
 STRIDES = "the section 'The mean', on memory"
 SMALL_MB = 200 / 2**20  # a bucket of 200 bytes
 
@@ -54,6 +55,8 @@ def test_shard_indices_shuffled():
             case(f"10 items on 3 ranks, rank {rank}, shuffled, epoch={epoch}, seed={seed}")
             found = ddp.shard_indices(10, rank, 3, epoch, seed)
             expect_equal(found, sampled(10, rank, 3, epoch, seed), name="indices", read=SHARES)
+            types = {type(index).__name__ for index in found}
+            expect_equal(types, {"int"}, name="types of the indices", answer=found, read="the contract, under Returns")
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
@@ -162,19 +165,18 @@ def test_broadcast_parameters_of_expanded_buffers(ranks):
 A, B = torch.tensor([2.0, 12.0]), torch.arange(6.0).reshape(2, 3)
 
 
-def check_by_hand(ranks, name: str, used: list[bool], b: Tensor):
-    case(f"three gradients on 3 ranks, b without one on {used.count(False)} of them")
+def check_by_hand(ranks, name: str, used: list[bool], b: Tensor, c: float):
+    what = "no gradient missing" if all(used) else "b and c (float64) without one on rank 1"
+    case(f"three gradients on 3 ranks, {what}")
     result = ranks(programs.average_loose, name, used, n_ranks=3)
-    expected = {"a": A, "b": b, "c": torch.tensor(3.0).double()}
+    expected = {"a": A, "b": b, "c": torch.tensor(c).double()}
     for rank, found in enumerate(result.values):
-        case(
-            f"gradients [1 + r, 2 + 10 r] and two more on ranks r = 0, 1, 2; b unused on {used.count(False)}; "
-            f"rank {rank}"
-        )
+        case(f"gradients [1 + r, 2 + 10 r] and two more on ranks r = 0, 1, 2, {what}; rank {rank}")
         for key, value in expected.items():
             expect_true(found[key] is not None, f"{key}.grad is None, expected its mean", answer=found, read=MEAN)
             expect_close(found[key], value, name=f"{key}.grad", answer=found[key], read=MEAN)
-        expect_true(found["frozen"] is None, "a frozen parameter has a gradient", answer=found, read=MEAN)
+        left = torch.tensor([5.0 + rank])
+        expect_close(found["frozen"], left, name="the old gradient of a frozen parameter", read=ALONE)
     return result
 
 
@@ -214,7 +216,7 @@ def check_training(ranks, name: str) -> None:
 
 @pytest.mark.time_limit(30)
 def test_average_gradients_by_hand(ranks):
-    check_by_hand(ranks, "average_gradients", [True] * 3, 2 * B)
+    check_by_hand(ranks, "average_gradients", [True] * 3, 2 * B, 3.0)
 
 
 @pytest.mark.time_limit(30)
@@ -224,12 +226,13 @@ def test_average_gradients_of_any_strides(ranks):
 
 @pytest.mark.time_limit(30)
 def test_average_gradients_where_a_rank_has_none(ranks):
-    result = check_by_hand(ranks, "average_gradients", [True, False, True], 4 / 3 * B)
-    case("one collective a tensor: 2 float32, (1 frozen), 6 float32 (tied), 1 float64; b unused on rank 1")
+    result = check_by_hand(ranks, "average_gradients", [True, False, True], 4 / 3 * B, 2.0)
+    case("one collective a tensor: 2 float32, (1 frozen), 6 float32 (tied), 1 float64; the last two unused on rank 1")
     expect_equal(result.mismatch(), "", name="what the ranks disagree on", read=MEAN)
     for ledger in result.ledgers:
-        calls = [(record.op, record.n_bytes) for record in ledger.records]
-        expect_equal(calls, [("all_reduce", n) for n in (8, 24, 8)], name="collectives and their bytes", read=MEAN)
+        calls = [(record.op, record.n_bytes, record.dtype) for record in ledger.records]
+        expected = [("all_reduce", n, dtype) for n, dtype in ((8, "float32"), (24, "float32"), (8, "float64"))]
+        expect_equal(calls, expected, name="collectives, bytes and dtypes", read=MEAN)
 
 
 @pytest.mark.time_limit(30)
@@ -251,7 +254,7 @@ def test_average_gradients_of_nothing(ranks):
 
 @pytest.mark.time_limit(30)
 def test_average_gradients_flat_by_hand(ranks):
-    check_by_hand(ranks, "average_gradients_flat", [True] * 3, 2 * B)
+    check_by_hand(ranks, "average_gradients_flat", [True] * 3, 2 * B, 3.0)
 
 
 @pytest.mark.time_limit(30)
@@ -261,8 +264,8 @@ def test_average_gradients_flat_of_any_strides(ranks):
 
 @pytest.mark.time_limit(30)
 def test_average_gradients_flat_where_a_rank_has_none(ranks):
-    result = check_by_hand(ranks, "average_gradients_flat", [True, False, True], 4 / 3 * B)
-    case("one collective a dtype: 2 float32, (1 frozen), 6 float32 (tied), 1 float64; b unused on rank 1")
+    result = check_by_hand(ranks, "average_gradients_flat", [True, False, True], 4 / 3 * B, 2.0)
+    case("one collective a dtype: 2 float32, (1 frozen), 6 float32 (tied), 1 float64; the last two unused on rank 1")
     expect_equal(result.mismatch(), "", name="what the ranks disagree on", read=MEAN)
     for ledger in result.ledgers:
         calls = [(record.op, record.n_bytes, record.dtype) for record in ledger.records]
@@ -347,10 +350,10 @@ def check_mixed(ranks, kind) -> None:
 
 
 def check_several(ranks, kind) -> None:
-    case("no_sync for a first micro-batch, an exception inside no_sync, and a rank that calls no backward")
+    case("no_sync for a first micro-batch, an exception inside no_sync, a rank without backward, an evaluation")
     result = ranks(programs.several, kind, n_ranks=3)
     what = "two micro-batches on 3 ranks, the first under no_sync, where alone `maybe` is used"
-    accumulated, nested, after_an_error, empty = zip(*result.values, strict=True)
+    accumulated, nested, after_an_error, empty, evaluated = zip(*result.values, strict=True)
     for rank, (inside, _) in enumerate(accumulated):
         local = programs.mean_of_locals(1, seeds=lambda _, rank=rank: [rank])
         case(f"{what}: gradients before the second; rank {rank}")
@@ -369,6 +372,11 @@ def check_several(ranks, kind) -> None:
     check_means(after_an_error, programs.mean_of_locals(3), "an exception inside no_sync, then an ordinary step", TURN)
     expected = programs.mean_of_locals(3, n=lambda rank: 0 if rank == 1 else 2)
     check_means(empty, expected, "rank 1 has no items and calls no backward", MEAN)
+    for rank, (grad, ledger) in enumerate(zip(evaluated, result.ledgers, strict=True)):
+        case(f"one weight: backward, a forward under torch.no_grad(), finish_gradient_synchronization(); rank {rank}")
+        n = len(ledger.before("round ends")) - len(ledger.before("round begins"))
+        expect_equal(n, 1, name="collectives in the round", read="the contract, under forward")
+        expect_close(grad, torch.tensor([[2.0, 12.0]]), name="the gradient", read=MEAN)
 
 
 def check_interrupted(ranks, kind) -> None:
@@ -416,16 +424,18 @@ def bytes_of(records) -> list[int]:
     return [record.n_bytes for record in records if record.op == "all_reduce"]
 
 
-def check_overlap(ranks, expected: dict[str | float, list[int]], early: dict[str, int]) -> None:
+def check_overlap(ranks, expected: dict[str | float, list[int]], early: dict[str, int], dtype=torch.float32) -> None:
     case("three linear layers, one step")
-    result = ranks(programs.overlap, list(expected), n_ranks=2)
+    result = ranks(programs.overlap, list(expected), dtype, n_ranks=2)
+    layers = "weight and bias of three layers: 96 and 24, 120 and 20, 40 and 8 bytes"
+    layers = layers if dtype == torch.float32 else "three layers in float64: 192 and 48, 240 and 40, 80 and 16 bytes"
     for i, (kind, sizes) in enumerate(expected.items()):
         what, read = (
             ("one collective each", TURN) if kind == "overlap" else (f"buckets of {kind * 2**20:.0f} bytes", ORDER)
         )
         what += "" if kind == "overlap" else " (bucket_size_mb = that / 2**20)"
         for ledger in result.ledgers:
-            case(f"weight and bias of three layers: 96 and 24, 120 and 20, 40 and 8 bytes; {what}; rank {ledger.rank}")
+            case(f"{layers}; {what}; rank {ledger.rank}")
             skip = len(bytes_of(ledger.before(f"begin ({i})")))
             calls = bytes_of(ledger.before(f"end ({i})"))[skip:]
             expect_equal(calls, sizes, name="bytes of each all_reduce, in order", read=read)
@@ -524,7 +534,9 @@ def test_ddp_overhead_seconds_refuses(bandwidth, n_buckets, named):
 )
 def test_optimal_bucket_bytes_by_hand(n_bytes, bandwidth, call, expected):
     case(f"{n_bytes:g} bytes at {bandwidth:g} bytes/s, {call:g} s a call")
-    expect_close(ddp.optimal_bucket_bytes(n_bytes, bandwidth, call), expected, name="bytes", read=BEST)
+    found = ddp.optimal_bucket_bytes(n_bytes, bandwidth, call)
+    expect_close(found, expected, name="bytes", read=BEST)
+    expect_equal(type(found).__name__, "float", name="type of the size", read="the contract, under Returns")
 
 
 def test_optimal_bucket_bytes_is_the_least_overhead():
@@ -555,17 +567,19 @@ def test_BucketedDDP_of_no_size(size):
 
 @pytest.mark.time_limit(30)
 def test_BucketedDDP_fills_buckets_in_reverse(ranks):
-    early = {"layer 2 is through": 0, "layer 1 is through": 1}
+    early = {"layer 2 is through": 1, "layer 1 is through": 3}
     each = [8, 40, 20, 120, 24, 96]
     expected = {
+        67: (just := [48, 20, 120, 24, 96]),
         200: [188, 120],
         1e6: [308],
         1: each,
-        49: (just := [48, 20, 120, 24, 96]),
+        49: just,
         48: just,
         119: [68, 120, 24, 96],
     }
     check_overlap(ranks, {n_bytes / 2**20: sizes for n_bytes, sizes in expected.items()}, early)
+    check_overlap(ranks, {SMALL_MB: [136, 240, 48, 192]}, {}, torch.float64)
 
 
 @pytest.mark.time_limit(30)
