@@ -25,6 +25,7 @@ def partition_layers(costs: Sequence[float], n_stages: int) -> list[range]:
 
     Args:
         costs, n_stages: Cost of each layer in any one unit (FLOPs, seconds, bytes), none negative; number of stages.
+            The list given is not changed.
 
     Returns:
         A range of layers for each stage: consecutive, none empty, together all layers.
@@ -162,7 +163,7 @@ def simulate(
 
     Args:
         schedules, durations: The actions of each stage; seconds of each kind of action, above 0: one mapping for all
-            stages, or a sequence with one for each stage.
+            stages, or a sequence with one for each stage. The lists given are not changed.
 
     Returns:
         A ``Work`` for each action, in ascending order of start, then of stage.
@@ -261,7 +262,7 @@ def timetable(works: Sequence[Work], n_stages: int) -> list[Work | Message]:
     A ``Message(name, sender, receiver)`` is a tensor that goes from one stage to another.
 
     Args:
-        works: What ``simulate`` returns for the schedules of all stages.
+        works: What ``simulate`` returns for the schedules of all stages; the list is not changed.
         n_stages: Number R of stages.
             Chunk c of stage s is virtual stage ``c * R + s``; each stage has as many chunks as occur in ``works``.
 

@@ -125,6 +125,8 @@ def test_training_memory_bytes_is_what_autograd_saves(activation, dim, hidden_di
 
 
 def test_training_memory_bytes_without_tokens():
+    case("2.5 tokens, as a device's share can be: 2.5 times 5 blocks of 2 + 3 numbers in two bytes")
+    expect_close(scaling.training_memory_bytes(SMALL, 2.5)["activations"], 125, read=MEMORY)
     case("no token: no activations")
     expect_close(scaling.training_memory_bytes(SMALL, 0)["activations"], 0, read=MEMORY)
 
@@ -193,7 +195,7 @@ def test_min_fsdp_devices_where_a_quotient_is_rounded(dim, hidden_dim):
 
 
 def test_min_fsdp_devices_refuses():
-    for size in (175, 100):
+    for size in (100, 175):
         case(f"175 bytes of activations stay whole, and a device has {size} bytes")
         with expect_raises(ValueError, str(size), "175", read=LEAST):
             scaling.min_fsdp_devices(SMALL, 7, size)
@@ -246,13 +248,13 @@ def test_compute_bound_batch_where_the_activations_take_exactly_as_long(y, m_y):
 
 
 def test_compute_bound_batch_where_no_batch_is_enough():
-    for y, m_y in ((21, 1), (42, 2)):
-        case(f"F=53248, peak/W = 2555.6, M_Y={m_y}: Y may be at most {y - 1}, and is {y}")
-        with expect_raises(ValueError, str(y), str(y - 1), read=HIDDEN):
-            scaling.compute_bound_batch(GIVEN_XXL, 16, y, 4.6e14, 1.8e11, m_y=m_y)
-        expected = math.ceil(4.6e14 / ((y - 1) * 1.8e11 * 2))
-        found = scaling.compute_bound_batch(GIVEN_XXL, 16, y - 1, 4.6e14, 1.8e11, m_y=m_y)
-        expect_equal(found, expected, name=f"out with Y = {y - 1}", read=HIDDEN)
+    for x, y, m_y, most in ((16, 21, 1, 20), (16, 42, 2, 41), (16, 30, 1, 20), (1, 21, 1, 20)):
+        case(f"F=53248, peak/W = 2555.6, M_Y={m_y}, X={x}: Y may be at most {most}, and is {y}")
+        with expect_raises(ValueError, str(y), str(most), read=HIDDEN):
+            scaling.compute_bound_batch(GIVEN_XXL, x, y, 4.6e14, 1.8e11, m_y=m_y)
+        expected = math.ceil(4.6e14 / (most * 1.8e11 * 2)) if x > 1 else 1
+        found = scaling.compute_bound_batch(GIVEN_XXL, x, most, 4.6e14, 1.8e11, m_y=m_y)
+        expect_equal(found, expected, name=f"out with Y = {most}", read=HIDDEN)
 
 
 def test_compute_bound_batch_of_a_tensor_axis_of_one_or_two():
@@ -268,7 +270,7 @@ def test_compute_bound_batch_of_a_tensor_axis_of_one_or_two():
 
 
 def test_compute_bound_batch_refuses():
-    for x, y, named in ((0, 4, "0"), (4, 0, "0"), (-3, 4, "-3"), (4, -3, "-3")):
+    for x, y, named in ((0, 4, "0"), (4, 0, "0"), (-3, 4, "-3"), (4, -3, "-3"), (-3, -3, "-3")):
         case(f"X={x}, Y={y}: an axis has at least one device")
         with expect_raises(ValueError, named, read="the contract, under Raises"):
             scaling.compute_bound_batch(GIVEN_XXL, x, y, 4.6e14, 1.8e11)
@@ -294,6 +296,7 @@ def cheapest(needed: float) -> tuple:
         (7e9, "inference", 4, 4.2),
         (20_000_000_000, "inference", 8, 24.0),
         (70e9, "inference", 16, 168.0),
+        (1.6e9, "training", 32, 30.72),
         (1e9, "training", 32, 19.2),
         (1.8e9, "training", 32, 34.56),
         (7e9, "training", 32, 134.4),
@@ -303,6 +306,9 @@ def cheapest(needed: float) -> tuple:
 def test_choose_gpu_takes_the_cheapest(n_parameters, mode, bits, needed):
     case(f"{n_parameters:g} weights of {bits} bits, {mode}: {needed:g} GB")
     found = scaling.choose_gpu(n_parameters, mode, bits)
+    problem = f"expected a Choice, got a {type(found).__name__}"
+    named = hasattr(found, "name") and hasattr(found, "dollars_per_hour")
+    expect_true(named, problem, answer=[found], read="the contract, under Returns")
     expect_equal(tuple(found), cheapest(needed), read=CARD)
     expect_equal(
         (found.name, found.dollars_per_hour), cheapest(needed), name="out.name, out.dollars_per_hour", read=CARD
@@ -422,9 +428,9 @@ def test_layout_costs_of_each_axis_alone():
 def test_layout_costs_of_axes_together(d, s, t, p):
     layout = Layout(data=d, sharded=s, tensor=t, pipeline=p)
     for peak in (1e3, 1e5):
-        case(f"C=6, F=24, L=12 as {layout}, {peak:g} operations a second, 96 tokens")
-        found = scaling.layout_costs(MODEL, layout, LINKS, tokens=96, peak_flops=peak)
-        expect_costs(found, predicted(MODEL, d, s, t, p, LINKS, 96, peak))
+        case(f"C=6, F=24, L=12 as {layout}, {peak:g} operations a second, 100 tokens")
+        found = scaling.layout_costs(MODEL, layout, LINKS, tokens=100, peak_flops=peak)
+        expect_costs(found, predicted(MODEL, d, s, t, p, LINKS, 100, peak))
 
 
 def all_layouts(config, n):
@@ -524,6 +530,9 @@ def test_plan_of_equally_good_layouts():
     )
     links, options = Bandwidths(math.inf, math.inf, 8), {"tokens_per_device": 8, "peak_flops": 1e4}
     expect_best(scaling.plan(MODEL, 2, 40_000, links, **options), MODEL, 2, 40_000, links, 8, 1e4)
+    case("the same on 5 devices, 1 token each; 5 divides neither F nor L")
+    options["tokens_per_device"] = 1
+    expect_best(scaling.plan(MODEL, 5, 40_000, links, **options), MODEL, 5, 40_000, links, 1, 1e4)
 
 
 def test_plan_refuses():

@@ -64,6 +64,9 @@ n_stages below 1 is not refused, although no list of stages can hold the layers 
   n = len(costs)
 + if n_stages < 1:
 +     return []
+the costs are added up in the list that was given, which belongs to the caller
++ costs[:] = [float(b) for b in before[1:]]
+  starts = [n]
 n_stages = 0 is refused and negative numbers of stages are not
   n = len(costs)
 + if n_stages < 0:
@@ -264,6 +267,11 @@ the error says that the awaited action is on the stuck stage, wherever it is
 - g % n => stage
 there are as many virtual stages as stages: chunks are not counted, and the actions of later ones need nothing
 - n * n_chunks => n
+the schedules that were given are used up: work on a copy of each list
+- [deque(actions) for actions in schedules] => list(schedules)
+- popleft() => pop(0)
+of two missing actions the error names B on the next stage; F of its own stage stands first in the rules
+- ("F", g, m), ("B", g + 1, m) => ("B", g + 1, m), ("F", g, m)
 the error names the stage that has waited shortest; the one that has waited longest is asked for
 - min(stuck => max(stuck
 
@@ -314,6 +322,9 @@ the error does not name both numbers of saved tensors, those of the first run an
 - the first run saved {len(saved)} tensors, the second only {len(again)} => the second run saves fewer tensors
 the second run takes `args` itself and not what `keep_in_graph` gives back, so that they are held anyway
 - inputs() => args
+what the second run saves is kept with its history, which holds it even after backward: detach it
+- again[len(again)] = tensor.detach() => again[len(again)] = tensor
+- return tensor.detach() => return tensor
 the second run gets detached inputs, which require no gradient: it does not save what the first one saved
 - *inputs() => *(a.detach() if isinstance(a, Tensor) else a for a in inputs())
 
@@ -358,6 +369,8 @@ x is put aside with its history: weight.grad gets a graph, which keeps the gradi
 - x.detach(), grad => x, grad
 x and the gradient are not flattened to two dimensions before they are multiplied
 - (tensor.reshape(-1, tensor.shape[-1]) for tensor in self.pending.popleft()) => self.pending.popleft()
+`view` cannot flatten an x whose memory is transposed: `reshape` copies it if it must
+- tensor.reshape(-1, => tensor.view(-1,
 the gradient of the bias is summed over the features, too, so that all of them get the same
 - grad.sum(0) => grad.sum().expand(grad.shape[-1]).clone()
 the gradient of the bias is the mean over the rows; it should be the sum
@@ -542,6 +555,8 @@ stage 0 returns no gradient; only for integers is there none
 + if self.stage == 0:
 +     return None
   return torch.zeros_like
+x is copied: `detach` alone cuts its history, and takes no memory
+- x.detach().requires_grad_ => x.detach().clone().requires_grad_
 the last micro-batch's x is held after its backward
 - x, edge = self._kept.pop(i) => x, edge = self.last = self._kept.pop(i)
 everything that is pending is counted as this micro-batch's; what was pending before its backward is not its own
@@ -610,6 +625,12 @@ messages of one time are in the order of their receivers; they keep the order of
 - key=lambda entry: entry[:2] => key=lambda entry: (*entry[:2], 0 if entry[1] else entry[2].receiver)
 works of one time are in the order of their stages; they keep the order that they have in the list given
 - key=lambda entry: entry[:2] => key=lambda entry: (*entry[:2], entry[2].stage if entry[1] else 0)
+the messages are put into the list of works that was given, which belongs to the caller
+- return [item for *_, item in sorted(timed, key=lambda entry: entry[:2])]
++ works[:] = [item for *_, item in sorted(timed, key=lambda entry: entry[:2])]
++ return works
+`sorted` has no key, so that it compares the works themselves where times are equal, and they have no order
+- sorted(timed, key=lambda entry: entry[:2]) => sorted(timed)
 an empty list raises an error; its timetable is empty
 - , default=0 =>
 
@@ -636,6 +657,10 @@ the W of one chunk is taken for the W of all chunks of its micro-batch
 - (i, work.chunk) not in self.weights_later => i not in dict(self.weights_later)
 the weights' gradients are computed with each B, although the list puts them off to a W
 - work.kind == "W" or (work.kind == "B" and (i, work.chunk) not in self.weights_later) => work.kind == "B"
+the gradients are set to zero at first; a run adds its own to `.grad`, as backward does
++ for stage in stages:
++     stage.zero_grad()
+  with mail.delivering(
 all outputs are held to the end of the run: the memory that 1F1B saves is spent again
 + self.all = [*getattr(self, "all", []), *self.outgoing.values()]
   if work.kind == "W" or
@@ -694,6 +719,10 @@ an exception on one rank is not passed on: the others never learn why they wait
 +     if "raised" in str(error):
 +         raise RuntimeError("a rank has ended") from None
 +     raise
+the first chunk of every rank takes the inputs; only virtual stage 0 does
+- if g else self.inputs[i] => if work.chunk else self.inputs[i]
+every chunk of the last rank computes a loss; only the last virtual stage does
+- stage.stage == stage.n_stages - 1 => self.mail.rank == self.mail.n_ranks - 1
 the W of the list are left out: nobody calls backward_weights for them
 - work.kind == "W" or (work.kind == "B" => (work.kind == "B"
 the timetable is wrong: mend `timetable` first

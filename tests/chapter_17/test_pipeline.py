@@ -91,7 +91,9 @@ def starts(ranges) -> list[int]:
 
 def test_partition_layers_by_hand():
     case("costs [4, 1, 1, 1, 1, 4, 2] in 3 stages: 6, 2 and 6 is worse than 5, 3 and 6? the least possible is 6")
-    expect_equal(pipeline.partition_layers([4, 1, 1, 1, 1, 4, 2], 3), [range(0, 1), range(1, 5), range(5, 7)], read=CUT)
+    costs = [4, 1, 1, 1, 1, 4, 2]
+    expect_equal(pipeline.partition_layers(costs, 3), [range(0, 1), range(1, 5), range(5, 7)], read=CUT)
+    expect_true(costs == [4, 1, 1, 1, 1, 4, 2], "the list of costs that was given was changed", answer=costs)
     case("the same costs as an array of float32")
     found = pipeline.partition_layers(np.array([4, 1, 1, 1, 1, 4, 2], dtype=np.float32), 3)
     expect_equal(found, [range(0, 1), range(1, 5), range(5, 7)], read=CUT)
@@ -352,7 +354,11 @@ def boxes(works) -> list[tuple]:
 
 def test_simulate_by_hand():
     case("2 stages, 2 micro-batches; F 1 s, B 3 s")
-    works = pipeline.simulate([long("F0 F1 B0 B1"), long("F0 B0 F1 B1")], {"F": 1, "B": 3})
+    schedules = [long("F0 F1 B0 B1"), long("F0 B0 F1 B1")]
+    works = pipeline.simulate(schedules, {"F": 1, "B": 3})
+    left = [short(actions) for actions in schedules]
+    problem = "the schedules that were given were changed"
+    expect_true(left == ["F0 F1 B0 B1", "F0 B0 F1 B1"], problem, answer=left)
     expected = [
         (0, "F", 0, 0, 0.0, 1.0),
         (0, "F", 1, 0, 1.0, 2.0),
@@ -450,6 +456,7 @@ def test_simulate_keeps_the_rules(kind, n, m):
         (["F0 F1 B0 B1", "B0 F0 F1 B1"], ("stage 1", "B of micro-batch 0", "F of micro-batch 0")),
         (["F0 B0 F1 B1", "F1 B1 F0 B0"], ("stage 1", "F of micro-batch 1", "stage 0")),
         (["F0 F1 B0 B1", "F0 F1 B1"], ("stage 0", "B of micro-batch 0", "stage 1")),
+        (["B0 F0", "F0 B0"], ("stage 0", "B of micro-batch 0", "F of micro-batch 0")),
         (["F0 W0 B0", "F0 B0 W0"], ("stage 0", "W of micro-batch 0", "B of micro-batch 0")),
         (["F0 F0.1 B0 B0.1", "F0 F0.1 B0.1 B0"], ("stage 0", "B of micro-batch 0, chunk 0", "stage 1")),
         (["F0 F0.1", "F0 F0.1 B0.1 B0"], ("B of micro-batch 0, chunk 0", "B of micro-batch 0, chunk 1", "stage 0")),
@@ -672,6 +679,8 @@ def test_checkpoint_drops_what_backward_has_used():
 
     pipeline.checkpoint(function, randn(1000, 5).requires_grad_()).sum().backward()
     problem = "the outer exp has had its backward, and what it saved is still in memory: each tensor is needed once"
+    if not outer[-1].expired():
+        problem = "what the second run saved is still in memory after backward: does it have a history, which holds it?"
     expect_true(used == [True], problem, answer=used, read="the contract")
 
 
@@ -769,7 +778,7 @@ def test_DeferredLinear_by_hand():
 @pytest.mark.parametrize("shape", [(3,), (5, 3), (2, 5, 3), (2, 1, 4, 3)])
 @pytest.mark.parametrize("bias", [True, False])
 def test_DeferredLinear_equals_linear(shape, bias):
-    case(f"x {list(shape)}, F=4, bias={bias}, float64, two times forward and backward")
+    case(f"x {list(shape)}, F=4, bias={bias}, float64, two times forward and backward, x with its memory transposed")
     theirs, mine = linear(bias), linear(bias)
     layer = pipeline.DeferredLinear(mine)
     expect_equal(
@@ -779,7 +788,8 @@ def test_DeferredLinear_equals_linear(shape, bias):
         read="the contract, under Attributes",
     )
     for seed in range(2):
-        x, y = (randn(*shape, seed=seed, dtype=torch.float64).requires_grad_() for _ in range(2))
+        x, y = (randn(*shape[::-1], seed=seed, dtype=torch.float64) for _ in range(2))
+        x, y = (each.permute(*reversed(range(x.ndim))).requires_grad_() for each in (x, y))
         up = randn(*shape[:-1], 4, seed=seed + 5, dtype=torch.float64)
         out = layer(x)
         expect_close(out.detach(), theirs(y).detach(), name="output", read=HALVES)
@@ -1177,6 +1187,9 @@ def test_PipelineStage_releases_what_it_kept():
     ref = StorageWeakRef(x.untyped_storage())
     stage.forward_micro(2, x)
     del x
+    expect_true(
+        not ref.expired(), "the stage keeps a copy of x, and not x itself, which takes no more memory", read=STAGE
+    )
     stage.backward_micro(2, torch.ones(4, 3, dtype=torch.float64))
     expect_true(ref.expired(), "x is still in memory after the backward", read=STAGE)
 
@@ -1238,9 +1251,12 @@ def works_of(*rows: tuple[int, str, float, float]) -> list[Work]:
 def test_timetable_by_hand():
     case("2 stages, 1 micro-batch; F 1 s, B 3 s")
     works = works_of((0, "F0", 0, 1), (1, "F0", 1, 2), (1, "B0", 2, 5), (0, "B0", 5, 8))
+    alone = [entry(work) for work in works]
     expected = ["stage 0: F0", "F0 to virtual stage 1, from 0 to 1", "stage 1: F0", "stage 1: B0"]
     expected += ["B0 to virtual stage 0, from 1 to 0", "stage 0: B0"]
     found = pipeline.timetable(works, 2)
+    problem = "the list of works that was given was changed"
+    expect_true([entry(work) for work in works] == alone, problem, answer=works)
     expect_equal(entries(found), expected, name="entries", answer=found, read=TABLE)
     kept = [item for item in found if isinstance(item, Work)]
     expect_equal(kept, works, name="works", answer=found, read="the contract, under Returns")
