@@ -9,8 +9,8 @@ upwards, so the acceptance is made, not found; what is measured is the speed tha
 the token table, so each token leads to the next of its cycle of 32.
 
 Cache: seconds of a decoding step of 1, 8 and 64 sequences of 1,500 different positions, and the change in the scores.
-Weights: the same at 400 positions, with the blocks' weights in bfloat16, int4 and float8, here and in Llama 2 7B's
-shape.
+Weights: the same at 400 positions, with the blocks' weights in bfloat16, int4 and float8, of this model and of one
+with Llama 2 7B's shape.
 
 Run ``python -m lib.bench.serving_options`` on a GPU; it writes ``chapters/measurements/serving_options.json``.
 ``--tiny --device cpu`` tries the program.
