@@ -125,8 +125,10 @@ the scale grows one update too late
 - torch.where(count == self.growth_interval, 0, count) => torch.where(count == self.growth_interval + 1, 0, count)
 inf in one optimizer's gradients keeps the other optimizers from their steps, too
 - self._found[id(optimizer)].item() => torch.stack(list(self._found.values())).any().item()
-only one optimizer's gradients decide about the scale, but inf in those of any should make it back off
+only the first optimizer's gradients decide about the scale, but inf in those of any should make it back off
 - torch.stack(list(self._found.values())).any() => list(self._found.values())[0]
+only the last optimizer's gradients decide about the scale, but inf in those of any should make it back off
+- torch.stack(list(self._found.values())).any() => list(self._found.values())[-1]
 update asks for a step, but unscale_ alone is enough for it to back off
 - if not self._found: => if not self._stepped:
 update forgets only the optimizers that were stepped, so another one's inf counts again in the next step
