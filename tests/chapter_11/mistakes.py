@@ -38,6 +38,8 @@ numbers below the smallest normal number become 0, but subnormals go on there
 - return rounded.to(x.dtype) => return torch.where(wide.abs() < fmt.min_normal, 0.0, rounded).to(x.dtype)
 the comparison with max comes before the rounding: 65,519 becomes infinite, but it rounds down
 - rounded.abs() > fmt.max => wide.abs() > fmt.max
+numbers below -max do not overflow: compare the magnitude with max
+- rounded.abs() > fmt.max => rounded > fmt.max
 `>=` in place of `>`: the largest number of the format becomes infinite, too
 - rounded.abs() > fmt.max => rounded.abs() >= fmt.max
 overflow stops at the largest number, but a format with infinity overflows to infinity

@@ -21,7 +21,7 @@ SOME_ROWS = 16  # up to which the parts of a narrow weight's product are small b
 MANY_ROWS = 64  # above it a wide copy of the weight costs less than its arithmetic
 ROOM = 200_000  # bytes of shared memory
 LONG_ROW = 4096  # terms from which a program reads longer pieces of fewer rows
-LARGE = 4096  # rows, too, from which a weight with long rows is a large one
+LARGE = 4096  # rows from which a weight with long rows is large
 TERMS = 128  # that a program of few rows reads at a time; of levels it reads a group
 
 
@@ -50,8 +50,8 @@ TILES = {
     "float8": (Tile((4, 4, 8, 6), 512, 3, 4), Tile((4, 4, 8, 6), 512, 3, 4), Tile(FOUR, 512, 3, 4)),
     "int4": (Tile(FOUR, 512, 3, 8), Tile(FOUR, 512, 3, 8), Tile((4, 4, 6, 4), 512, 3, 8)),
 }
-"""Of a product, of one with long rows of the weight, and of a gated one. A narrow weight and at most `SOME_ROWS` have
-the tile `FEW`, and a large narrow weight and more than 32 rows three stages.
+"""Of a product, of one with long rows of the weight, and of a gated one. With a narrow weight, up to `SOME_ROWS`
+rows of x have the tile `FEW`, and more than 32 have three stages if the weight is large.
 
 As measured on an H200. It matters whether one program or two fit a processor, and whether the next kernel's fit beside
 them, so the best numbers of stages follow no simple rule.
@@ -273,7 +273,7 @@ def tile_of(x: Float[Tensor, "n k"], weight: Tensor | Narrow, gated: bool = Fals
 
 
 def is_large(weight: Tensor | Narrow) -> bool:
-    """Whether a weight is large enough to keep all processors busy with tiles that suit no small one."""
+    """Whether a weight has many rows and long ones: other tiles read it faster than a small one."""
     numbers, n_terms = (weight.numbers, weight.n_terms) if isinstance(weight, Narrow) else (weight, weight.shape[1])
     return len(numbers) >= LARGE and n_terms >= LONG_ROW
 
