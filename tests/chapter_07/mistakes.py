@@ -19,6 +19,13 @@ the loss is in bits (logarithm to the base 2) instead of nats
 - - chosen => - chosen / math.log(2)
 it computes in the dtype of the logits; cast to float32 first, because a float16 sum is infinite above 65,504
 - logits.to(torch.promote_types(logits.dtype, torch.float32)) => logits
+the sum is divided by the size of the first dimension; divide by the number of all targets
+- .mean().to => .sum().div(logits.shape[0]).to
+the log probabilities are multiplied by a one-hot row; where one of them is -inf, 0 times -inf is NaN
+- return (shifted.exp().sum(-1).log() - chosen).mean().to(logits.dtype)
++ log_probs = shifted - shifted.exp().sum(-1, keepdim=True).log()
++ one_hot = nn.functional.one_hot(targets.long(), logits.shape[-1])
++ return -(one_hot * log_probs).sum(-1).mean().to(logits.dtype)
 one maximum is subtracted from the whole batch; in a row far below it the sum is 0, and its logarithm is -inf
 - wide.amax(-1, keepdim=True) => wide.max()
 
@@ -62,6 +69,16 @@ a parameter without a gradient is treated as if its gradient were zero: it decay
 + parameter.grad = None if missing else parameter.grad
 it reads the defaults; each group has its own settings
 - self.state[parameter], group => self.state[parameter], self.defaults
+lr is read once, at construction; a schedule changes the lr of the group
+- self.state[parameter], group => self.state[parameter], group | {"lr": self.defaults["lr"]}
+the means are float32 whatever the parameter's dtype is
+- exp_avg=torch.zeros_like(parameter), exp_avg_sq=torch.zeros_like(parameter)
++ exp_avg=torch.zeros_like(parameter).float(), exp_avg_sq=torch.zeros_like(parameter).float()
+- state["exp_avg"].lerp_(gradient, 1 - beta1) => state["exp_avg"].lerp_(gradient.float(), 1 - beta1)
+every parameter gets a state at construction; create it at the first gradient
+  super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
++ for p in (p for group in self.param_groups for p in group["params"]):
++     self.state[p] = {"step": 0, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
 
 # parameter_groups
 the split looks for the word bias in the name, so the gains of the norms decay
@@ -80,6 +97,13 @@ a tied weight is in the group twice
 - for parameter in model.parameters() => for _, parameter in model.named_parameters(remove_duplicate=False)
 frozen parameters are in the groups
 - if parameter.requires_grad =>
+the second group has no weight_decay of its own, so it gets the optimizer's default
+- "weight_decay": 0.0 =>
+the tensors come from state_dict(), which makes new tensors; the optimizer needs the parameters themselves
+- [parameter for parameter in model.parameters() if parameter.requires_grad] => list(model.state_dict().values())
+the groups hold generators, which are empty after the first use; make lists
+- [p for p in trained if p.ndim >= 2] => (p for p in trained if p.ndim >= 2)
+- [p for p in trained if p.ndim < 2] => (p for p in trained if p.ndim < 2)
 the groups are exchanged: vectors decay, matrices do not
 - p.ndim >= 2 => p.ndim < 2
 - p.ndim < 2 => p.ndim >= 2
@@ -87,6 +111,8 @@ the groups are exchanged: vectors decay, matrices do not
 # cosine_schedule
 it warms up with step + 1, as some programs do; here step 0 has the rate 0
 - max_lr * step => max_lr * (step + 1)
+the warm-up starts at min_lr; it should start at 0
+- max_lr * step / warmup_steps => min_lr + (max_lr - min_lr) * step / warmup_steps
 the cosine starts at step 0, so the rate jumps at the end of the warm-up
 - (step - warmup_steps) / (max_steps - warmup_steps) => step / max_steps
 the cosine is a whole period, down and up again; it should be half a period, down only
@@ -133,7 +159,32 @@ a generator is iterated twice, and the second time it is empty
 + for parameter in parameters:
 +     None if parameter.grad is None else parameter.grad.mul_(factor)
 
+each gradient is replaced by a new tensor, and whoever holds the old one sees no change; scale it in place
+- parameters = [parameters] if isinstance(parameters, Tensor) else parameters
++ parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+- torch._foreach_mul_([gradient for gradient in gradients if gradient.device == device], factor.to(device))
++ for parameter in (p for p in parameters if p.grad is not None):
++     parameter.grad = parameter.grad * factor
+a single parameter is iterated over like a list: that gives its rows, and they have no gradient
+- [parameters] if isinstance(parameters, Tensor) else parameters => parameters
+
 # TokenBatches
+it stops at the end of an epoch; the iterator should be endless
+@@ __next__
++ if self.position + self.world_size * self.batch > self.n_windows:
++     raise StopIteration
+  first = self.position
+`if seed` takes seed 0 for no seed; compare with None
+@@ _window
+- if batches.seed is not None and => if batches.seed and
+- if batches.seed is None => if not batches.seed
+Python's global random generator is seeded anew for the shuffle; make a generator of your own
+@@ _window
+- np.random.default_rng((batches.seed, epoch)).permutation(batches.n_windows)
++ (random.seed(f"{batches.seed}, {epoch}"), random.sample(range(batches.n_windows), batches.n_windows))[1]
+epoch counts the windows of this rank alone; all ranks share an epoch
+@@ epoch
+- self.position => self.position // self.world_size
 it starts over when a whole batch no longer fits, so the end of every epoch is never seen
 - divmod(position, batches.n_windows)
 + divmod(position, batches.n_windows - batches.n_windows % (batches.batch * batches.world_size))
@@ -188,6 +239,35 @@ the gradients are cleared first; the caller does that, and may have gradients th
 a micro-batch without items is run too; its mean is 0 / 0 = NaN, and NaN times a share of 0 is still NaN
 - [pair for pair in micro_batches if pair[1].numel()] => list(micro_batches)
 - if not micro_batches: => if not any(targets.numel() for _, targets in micro_batches):
+a micro-batch counts as empty only if it has no rows; a row may have no items, too
+- if pair[1].numel()] => if len(pair[1])]
+a generator is iterated twice, and the second time it is empty
+- micro_batches = [pair for pair in micro_batches if pair[1].numel()]
+- if not micro_batches:
+-     raise ValueError("no micro-batch holds an item, so there is no gradient")
+- n_items = sum(targets.numel() for _, targets in micro_batches)
++ n_items = sum(targets.numel() for _, targets in micro_batches)
++ if not n_items:
++     raise ValueError("no micro-batch holds an item, so there is no gradient")
+- for inputs, targets in micro_batches: => for inputs, targets in (p for p in micro_batches if p[1].numel()):
+the gradients are divided at the end, and so is what was there before; weight each loss instead
+- (targets.numel() / n_items) => targets.numel()
+- return mean
++ for parameter in model.parameters():
++     parameter.grad /= n_items
++ return mean / n_items
+the micro-batches are joined into one batch again, so all activations exist at once
+- for inputs, targets in micro_batches:
+-     share = model(inputs, targets)[1] * (targets.numel() / n_items)
+-     share.backward()
+-     mean = mean.to(share) + share.detach()
+- return mean
++ inputs = torch.cat([inputs.flatten(0, targets.ndim - 1) for inputs, targets in micro_batches])
++ loss = model(inputs, torch.cat([targets.flatten() for _, targets in micro_batches]))[1]
++ loss.backward()
++ return loss.detach()
+it returns the plain mean of the micro-batches' losses; weight them as the gradients are weighted
+- share.detach() => share.detach() * n_items / (targets.numel() * len(micro_batches))
 it returns the loss of the last micro-batch instead of the mean over all items
 - return mean => return share.detach() * n_items / targets.numel()
 
@@ -227,6 +307,10 @@ the random states are not saved, so dropout and sampling differ after a resume
 - _random_state() => _random_state() | {"torch": torch.Generator().get_state()}
 the optimizer is not saved, so its moments start at zero again
 - "optimizer": optimizer.state_dict() => "optimizer": optimizer.state_dict() | {"state": {}}
+with_suffix replaces the ending, so run.pt and run.best share one temporary file; append .tmp
+- f"{os.fspath(path)}.tmp" => Path(path).with_suffix(".tmp")
+only the current CUDA device's random state is saved
+- torch.cuda.get_rng_state_all() => [torch.cuda.get_rng_state()]
 after a failure the incomplete temporary file is left behind
 - Path(temporary).unlink(missing_ok=True) =>
 any object is saved, and only loading it reveals that it cannot be read
