@@ -86,6 +86,9 @@ only one product is counted: after the scores, the weights multiply the values
 - 2 * matmul_flops => matmul_flops
 the heads are counted twice: together they are as wide as the model
 - config.n_layers => config.n_layers * config.n_heads
+the sequence is taken to be context_len long; it has its own length
+- length * (length + 1) // 2 if causal else length * length
++ config.context_len * (config.context_len + 1) // 2 if causal else config.context_len**2
 one layer is counted, not all
 - * config.n_layers =>
 causal counts exactly one half, but the diagonal is allowed too: T (T + 1) / 2 pairs
@@ -135,6 +138,12 @@ attention is counted over the N patches: the class token is a query and a key to
 - config, tokens => config, config.n_patches
 the feed-forward part is counted for the N patches: the class token passes through it too, so there are N + 1
 - tokens, config.dim, config.hidden_dim => config.n_patches, config.dim, config.hidden_dim
+with mean pooling no class token is counted, but the blocks compute it all the same
+- config.n_patches + 1 => config.n_patches + (config.pooling == "token")
+the projections of q, k and v are counted, but not that of the output, which makes four
+- 4 * config.dim) => 3 * config.dim)
+one of the feed-forward part's two linear maps is counted
+- mlp = 2 * => mlp =
 the hidden width is taken to be four times the model's; use the config's hidden_dim
 - config.hidden_dim => 4 * config.dim
 the head is counted for every token, but it reads one vector
@@ -238,6 +247,13 @@ the optimizer's own ranges are among the step's
 - ("Optimizer.", "ProfilerStep") => "ProfilerStep"
 only Optimizer.step is left out, but the optimizer names its zero_grad too
 - "Optimizer." => "Optimizer.step"
+export_chrome_trace takes a str: give it str(path)
+- str(path) => path
+on a device, an operator's time includes that of the operators inside it; take the device's own time
+- event.self_device_time_total if on_device => event.device_time_total if on_device
+only operators that also end in a range are added to it; all that began in it count
+- span.start <= event.time_range.start < span.end
++ span.start <= event.time_range.start and event.time_range.end <= span.end
 a range opened twice has the mean of both, where it should have the sum
 - return StepProfile(ranges, operators)
 + names = [event.name for event in events if _is_range(event)]

@@ -117,6 +117,10 @@ def expect_timing(timing, times, machine, n_calls) -> None:
     std = statistics.stdev(times) if len(times) > 1 else 0.0
     expected = {"mean_s": statistics.fmean(times), "std_s": std, "median_s": statistics.median(times)}
     expect_close(found, expected | {"times_s": list(times)}, name="the timing", read=TIMING)
+    kinds = {name: type(getattr(timing, name)).__name__ for name in ("mean_s", "std_s", "median_s", "times_s")}
+    fields = isinstance(timing.times_s, tuple) and all(isinstance(found[name], int | float) for name in expected)
+    problem = f"a Timing holds three floats and a tuple, not {', '.join(kinds.values())}"
+    expect_true(fields, problem, answer=kinds, read="the contract of ex-speed-benchmark")
     expect_equal(machine.done.count("fn"), n_calls, name="calls of fn", read="the contract of ex-speed-benchmark")
 
 
