@@ -78,6 +78,15 @@ the heads are merged in the wrong order: [B, H, T, D] was reshaped without being
 the linear layers have no bias; GPT-2's do
 - 3 * config.dim => 3 * config.dim, bias=False
 - config.dim, config.dim => config.dim, config.dim, bias=False
+the mask is a buffer in the state dict, and checkpoints have none: register it with persistent=False
+- self.n_heads = config.n_heads
++ self.n_heads = config.n_heads
++ self.register_buffer("mask", causal_mask(config.context_len, config.context_len))
+- causal_mask(x.shape[1], x.shape[1], device=x.device) => self.mask[: x.shape[1], : x.shape[1]]
+the mask of the first call is kept; another sequence may have another length
+- mask = causal_mask(x.shape[1], x.shape[1], device=x.device)
++ self.first = getattr(self, "first", causal_mask(x.shape[1], x.shape[1], device=x.device))
++ mask = self.first
 the mask is made on the CPU: it needs device=x.device
 - , device=x.device =>
 
@@ -116,6 +125,8 @@ ln_1 is used for both parts; the MLP has ln_2
 - self.ln_2(x) => self.ln_1(x)
 the MLP reads the stream without a norm
 - self.ln_2(x) => x
+x += changes the caller's tensor in place; write x = x + ...
+- x = x + self.attn(self.ln_1(x)) => x += self.attn(self.ln_1(x))
 the MLP comes before attention
 @@ forward
 + x = x + self.mlp(self.ln_2(x))
@@ -146,6 +157,10 @@ the biases keep PyTorch's random values; GPT-2's start at 0
 - nn.init.zeros_(part.bias) => pass
 the gains of the layer norms were drawn too; they should stay 1
 - nn.Linear | nn.Embedding => nn.Linear | nn.Embedding | nn.LayerNorm
+the layer norms are set to ones and zeros; they should be left as they are
++ if isinstance(part, nn.LayerNorm):
++     part.reset_parameters()
+  if isinstance(part, nn.Linear) and part.bias is not None:
 the values are uniform instead of normal
 - nn.init.normal_(part.weight, std=0.02 / math.sqrt(2 * n_layers) if writes_to_stream else 0.02)
 + bound = math.sqrt(3) * 0.02 / (math.sqrt(2 * n_layers) if writes_to_stream else 1)
@@ -172,6 +187,12 @@ the number is right, but it is a float and should be an int
 the head is a separate matrix; GPT-2 uses the token embedding again
 - init_weights(self
 + self.lm_head = nn.Linear(config.dim, config.n_rows, bias=False)
++ init_weights(self
+- nn.functional.linear(self.ln_f(x), self.wte.weight) => self.lm_head(self.ln_f(x))
+lm_head shares the embedding's weight, but adds a name to the state dict; use wte.weight itself
+- init_weights(self
++ self.lm_head = nn.Linear(config.dim, config.n_rows, bias=False)
++ self.lm_head.weight = self.wte.weight
 + init_weights(self
 - nn.functional.linear(self.ln_f(x), self.wte.weight) => self.lm_head(self.ln_f(x))
 the head uses a copy of the embedding that gets no gradient
@@ -221,6 +242,8 @@ the biases of the linear layers are not counted
 - 4 * c * c + 4 * c, 8 * c * c + 5 * c => 4 * c * c, 8 * c * c
 the layer norms are not counted
 - 5 * c, 2 * c => 5 * c, 0
+2C are missing in each block: it has two norms, each with a gain and a bias, and c_attn has 3C biases
+- 2 * norm => norm
 the last norm, ln_f, is not counted
 - ) + norm => )
 the position embedding is not counted
@@ -245,6 +268,8 @@ the causal masks of old checkpoints (attn.bias) are kept
 - ".attn.bias", ".attn.masked_bias" => ".attn.masked_bias"
 the head is always dropped; one that isn't tied must be passed on, because this model cannot use it
 - and tokens is not None and torch.equal(head, tokens) =>
+the head is compared by identity; in a file, a tied head is another tensor with equal values
+- torch.equal(head, tokens) => head is tokens
 names keep the prefix `transformer`
 - name: tensor.T => f"transformer.{name}": tensor.T
 twelve characters are cut off every name, even if it has no prefix
