@@ -6,6 +6,9 @@ edits("""
 # cross_entropy
 exp is taken of the logits themselves and overflows; subtract the largest first
 - wide - wide.amax(-1, keepdim=True) => wide
+the logarithm is taken of a probability, which may have become 0; compute log probabilities, never probabilities
+- return (shifted.exp().sum(-1).log() - chosen).mean().to(logits.dtype)
++ return -(chosen.exp() / shifted.exp().sum(-1)).log().mean().to(logits.dtype)
 it returns the sum over all targets instead of their mean
 - .mean() => .sum()
 the minus before the logarithm is missing
@@ -36,6 +39,10 @@ the decay is added to the gradient and so divided by the root too; that is Adam 
 the moments start at zero and are not corrected for that
 - / math.sqrt(1 - beta2**step) =>
 - / (1 - beta1**step) =>
+the mean m starts at zero too, and is not corrected for that
+- / (1 - beta1**step) =>
+the mean square v starts at zero too, and is not corrected for that
+- / math.sqrt(1 - beta2**step) =>
 eps is added under the root; it belongs outside
 - (state["exp_avg_sq"].sqrt() / math.sqrt(1 - beta2**step)).add_(group["eps"])
 + (state["exp_avg_sq"] / (1 - beta2**step) + group["eps"]).sqrt()
@@ -59,6 +66,13 @@ all parameters of a group share one step count; each counts its own, and a step 
 - for parameter in group["params"]:
 + group["step"] = group.get("step", 0) + 1
 + for parameter in group["params"]:
+- int(state["step"]) + 1 => group["step"]
+the step count is raised at every parameter, so the second one of a step already counts as the next step
+- if parameter.grad is not None:
+-     _update(parameter, self.state[parameter], group)
++ if parameter.grad is not None:
++     group["step"] = group.get("step", 0) + 1
++     _update(parameter, self.state[parameter], group)
 - int(state["step"]) + 1 => group["step"]
 a parameter without a gradient is treated as if its gradient were zero: it decays, and its step is counted
 - if parameter.grad is not None:
@@ -115,6 +129,8 @@ the warm-up starts at min_lr; it should start at 0
 - max_lr * step / warmup_steps => min_lr + (max_lr - min_lr) * step / warmup_steps
 the cosine starts at step 0, so the rate jumps at the end of the warm-up
 - (step - warmup_steps) / (max_steps - warmup_steps) => step / max_steps
+the progress is divided by max_steps instead of by the steps after the warm-up
+- (max_steps - warmup_steps) => max_steps
 the cosine is a whole period, down and up again; it should be half a period, down only
 - math.pi * progress => 2 * math.pi * progress
 max_steps is counted from the end of the warm-up; it counts from step 0
@@ -146,6 +162,8 @@ an if on the norm (or item()) copies it to the host, which has to wait for the G
 - norm + 1e-6 => norm - 1e-6
 the 1e-6 of PyTorch's factor is not added to the norm
 - (norm + 1e-6) => norm
+it returns the factor instead of the norm
+- return norm => return factor
 it returns the norm after clipping
 - return norm => return norm * factor
 the norms of the tensors are added; their squares should be
@@ -192,6 +210,12 @@ the epoch is computed once per batch; if a batch runs into the next epoch, its l
 - epoch, place = divmod(position, batches.n_windows)
 + epoch = (batches.position + batches.rank * batches.batch) // batches.n_windows
 + place = position % batches.n_windows
+the epoch is that of the step's first row; each row of each rank has its own
+- epoch, place = divmod(position, batches.n_windows)
++ epoch, place = batches.position // batches.n_windows, position % batches.n_windows
+the ranks take turns window by window; each should take `batch` windows in a row
+- self.position + self.rank * self.batch => self.position + self.rank
+- first + i) => first + i * self.world_size)
 after a step it goes on behind its own windows instead of behind those of all ranks
 - self.position += self.world_size * self.batch => self.position += self.batch
 inputs and targets are views of the same rows, so changing one changes the other
@@ -211,7 +235,7 @@ the order comes from the global random generator, so other draws change it, and 
 + torch.randperm(batches.n_windows).numpy()
 the state has the place in the epoch but not the epoch, so a resumed run uses the first epoch's order
 @@ state_dict
-- self.position => self.position % self.n_windows
+- self.position => int(self.position % self.n_windows)
 all tokens are converted to int64 at once, so a file of many gigabytes is read as a whole and grows fourfold
 - tokens.numpy(force=True) if isinstance(tokens, Tensor) else np.asarray(tokens) => np.array(tokens).astype(np.int64)
 the windows are length + 1 tokens apart, so the last token of each is a target and never an input
@@ -266,6 +290,8 @@ the micro-batches are joined into one batch again, so all activations exist at o
 + loss = model(inputs, torch.cat([targets.flatten() for _, targets in micro_batches]))[1]
 + loss.backward()
 + return loss.detach()
+it returns the sum of the micro-batches' losses instead of their weighted mean
+- share.detach() => share.detach() * n_items / targets.numel()
 it returns the plain mean of the micro-batches' losses; weight them as the gradients are weighted
 - share.detach() => share.detach() * n_items / (targets.numel() * len(micro_batches))
 it returns the loss of the last micro-batch instead of the mean over all items
@@ -332,12 +358,18 @@ only PyTorch's random state is restored, not NumPy's and Python's
 - random.setstate(kept["python"])
 - np.random.set_state(kept["numpy"])
 +
+NumPy's random state is not restored
+- np.random.set_state(kept["numpy"]) =>
+the state of Python's own random module is not restored
+- random.setstate(kept["python"]) =>
 the random states of the CUDA devices are not restored
 - torch.cuda.is_available() => False
 weights_only=False: a stranger's checkpoint can run any code
 - weights_only=True => weights_only=False
 the optimizer is not loaded, so its moments and learning rates start over
 - optimizer.load_state_dict(contents["optimizer"]) =>
+it returns the additional state without the step
+- return contents["state"] => return {name: value for name, value in contents["state"].items() if name != "step"}
 it returns only the step, without the additional state
 - contents["state"] => {"step": contents["state"]["step"]}
 the model gets new parameters (assign=True), and the optimizer keeps updating the old ones
