@@ -8,6 +8,16 @@ the variance divides by C - 1, torch.var's default; it should divide by C
 - centred.square().mean(-1, keepdim=True) => centred.var(-1, keepdim=True)
 eps is added to the standard deviation, outside of the root; it belongs to the variance
 - * torch.rsqrt(variance + eps) => / (variance.sqrt() + eps)
+eps is not added
+- variance + eps => variance
+eps is always 1e-5, whatever was given
+- variance + eps => variance + 1e-5
+the mean is subtracted for the variance, but not from x itself
+- (centred * torch => (wide * torch
+the gain is not applied
+- * weight + bias => + bias
+the bias is not added
+- * weight + bias => * weight
 the mean is not subtracted: that is RMSNorm with a bias
 - wide - wide.mean(-1, keepdim=True) => wide
 it divides by the variance instead of by its root
@@ -40,6 +50,8 @@ x is squared where the formula cubes it
 - wide**3 => wide**2
 the root is taken of pi / 2 instead of 2 / pi
 - 2.0 / math.pi => math.pi / 2.0
+the 1 that is added to the tanh is missing
+- (1.0 + torch.tanh(inner)) => torch.tanh(inner)
 the factor of one half is missing
 - 0.5 * =>
 computed in the dtype of x: in float16 the cube of 41 is infinite, and the gradient becomes infinity times 0, NaN
@@ -59,6 +71,20 @@ c_attn is cut head by head into q, k, v; the queries of all heads come first
 + self.c_attn(x).unflatten(-1, (self.n_heads, 3, -1)).permute(3, 0, 2, 1, 4)
 there is no mask: every position sees the whole sequence
 - q, k, v, mask => q, k, v
+the mask's meaning is exchanged: a position sees only what comes after it
+- q, k, v, mask => q, k, v, ~mask
+masked_fill hides what a position may see, instead of what it may not see
+- scaled_dot_product_attention(q, k, v, mask)
++ (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(mask, -math.inf).softmax(-1) @ v
+masked scores become 0, whose exp is 1; they should become -inf
+- scaled_dot_product_attention(q, k, v, mask)
++ (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(~mask, 0.0).softmax(-1) @ v
+the softmax is taken over the queries; it belongs over the keys
+- scaled_dot_product_attention(q, k, v, mask)
++ (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(~mask, -math.inf).softmax(-2) @ v
+the weights are set to 0 after the softmax, so the rest no longer add up to 1; mask the scores before it
+- scaled_dot_product_attention(q, k, v, mask)
++ (q @ k.mT / math.sqrt(q.shape[-1])).softmax(-1).masked_fill(~mask, 0.0) @ v
 a position does not see itself: the mask leaves out the diagonal
 - q, k, v, mask => q, k, v, mask.tril(-1)
 the mask is the wrong way around: each position sees only itself and what follows
@@ -112,6 +138,12 @@ the norm comes after the sum, as in the original transformer; GPT-2 moved it bef
 @@ forward
 + x = self.ln_1(x + self.attn(x))
 + return self.ln_2(x + self.mlp(x))
+attention replaces the stream; it should be added to it
+- x = x + self => x = self
+the MLP replaces the stream; it should be added to it
+- return x + self => return self
+attention reads the stream without a norm
+- self.ln_1(x) => x
 there is no residual: each part replaces the stream
 - x = x + self => x = self
 - return x + self => return self
@@ -268,6 +300,8 @@ the causal masks of old checkpoints (attn.bias) are kept
 - ".attn.bias", ".attn.masked_bias" => ".attn.masked_bias"
 the head is always dropped; one that isn't tied must be passed on, because this model cannot use it
 - and tokens is not None and torch.equal(head, tokens) =>
+the tied head is kept; this model has no lm_head.weight
+- torch.equal(head, tokens) => False
 the head is compared by identity; in a file, a tied head is another tensor with equal values
 - torch.equal(head, tokens) => head is tokens
 names keep the prefix `transformer`

@@ -64,8 +64,8 @@ def filled(module: nn.Module, weights: dict[str, Tensor], exercise: str) -> Any:
     read = f"the contract of {exercise}, under Attributes"
     expect_equal(found, expected, name="the parameters' shapes", read=read)
     more = sorted(set(module.state_dict()) - set(expected))
-    problem = f"the state dict holds more than the parameters, so a checkpoint does not fit it: {', '.join(more[:3])}"
-    expect_true(not more, problem, answer=more, read=f"the contract of {exercise}")
+    name = "entries of the state dict that are no parameters"
+    expect_equal(more, [], name=name, answer=len(more), read=f"the contract of {exercise}")
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             parameter.copy_(weights[name])
@@ -236,7 +236,7 @@ def test_gelu_tanh_equals_torch(dtype):
     case(f"201 points from -8 to 8 in a [3, 67], {str(dtype)[6:]}")
     x = torch.linspace(-8, 8, 201).view(3, 67).to(dtype)
     expected = functional.gelu(x.double(), approximate="tanh").to(dtype)
-    atol = {torch.float32: 1e-6, torch.float64: 1e-12, torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]
+    atol = {torch.float32: 1e-6, torch.float64: 1e-12, torch.bfloat16: 1e-3, torch.float16: 1e-4}[dtype]
     expect_close(gpt2.gelu_tanh(x), expected, atol=atol, read=GELU)
 
 
@@ -257,11 +257,11 @@ def test_gelu_tanh_leaves_x_and_passes_gradients():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_gelu_tanh_has_a_gradient_far_out(dtype):
-    case(f"x = -200, -41, 41 and 200, {str(dtype)[6:]}: the gradient is 0 to the left and 1 to the right, and no NaN")
-    x = torch.tensor([-200.0, -41.0, 41.0, 200.0], dtype=dtype, requires_grad=True)
+    case(f"x = -300, -41, 41 and 300, {str(dtype)[6:]}: the gradient is 0 to the left and 1 to the right, and no NaN")
+    x = torch.tensor([-300.0, -41.0, 41.0, 300.0], dtype=dtype, requires_grad=True)
     out = gpt2.gelu_tanh(x)
     read = "the contract, under Returns"
-    expect_close(out.detach(), torch.tensor([0.0, 0.0, 41.0, 200.0], dtype=dtype), read=read)
+    expect_close(out.detach(), torch.tensor([0.0, 0.0, 41.0, 300.0], dtype=dtype), read=read)
     (found,) = torch.autograd.grad(out.sum(), x)
     expect_close(found, torch.tensor([0.0, 0.0, 1.0, 1.0], dtype=dtype), name="gradient", read=read)
 
@@ -699,10 +699,10 @@ def test_convert_hf_state_dict_by_hand():
 @pytest.mark.parametrize("prefix", ["transformer.", ""], ids=["prefixed", "bare"])
 def test_convert_hf_state_dict_of_a_whole_model(prefix):
     names = f"begin with {prefix!r}" if prefix else "as in the file on the hub"
-    case(f"two blocks of c=8, names {names}, with a head that equals wte.weight")
+    case(f"two blocks of c=8, names {names}, and a head that is wte.weight itself")
     weights = make_weights(SMALL)
-    given = as_hf(weights, prefix) | old_buffers(SMALL, prefix) | {"lm_head.weight": weights["wte.weight"].clone()}
-    check_converted(given, weights)
+    given = as_hf(weights, prefix) | old_buffers(SMALL, prefix)
+    check_converted(given | {"lm_head.weight": given[f"{prefix}wte.weight"]}, weights)
 
 
 def test_convert_hf_state_dict_passes_on_what_it_does_not_know():
