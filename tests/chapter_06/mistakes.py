@@ -157,7 +157,7 @@ ln_1 is used for both parts; the MLP has ln_2
 - self.ln_2(x) => self.ln_1(x)
 the MLP reads the stream without a norm
 - self.ln_2(x) => x
-x += changes the caller's tensor in place; write x = x + ...
+`x +=` changes the caller's tensor in place; make a new one with `x = x +`
 - x = x + self.attn(self.ln_1(x)) => x += self.attn(self.ln_1(x))
 the MLP comes before attention
 @@ forward
