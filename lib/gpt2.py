@@ -83,7 +83,7 @@ class CausalSelfAttention(nn.Module):
         c_attn: ``nn.Linear`` from C to 3C with a bias: the queries of all heads, then all keys, then all values.
         c_proj: ``nn.Linear`` from C to C with a bias, applied after the heads are merged.
 
-    There are no other parameters.
+    There are no other parameters, and the state dict holds nothing else.
     """
 
     def __init__(self, config: GPT2Config):
@@ -198,7 +198,7 @@ class GPT2(nn.Module):
         h: ``nn.ModuleList`` of L ``Block``.
         ln_f: ``LayerNorm`` after the last block, with ``config.norm_eps``.
 
-    There are no other parameters: the head is ``wte.weight`` itself.
+    There are no other parameters, and the state dict holds nothing else: the head is ``wte.weight`` itself.
     ``init_weights`` sets the initial weights.
 
     Source: Radford and others (2019), section 2.3.

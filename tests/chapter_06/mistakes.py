@@ -8,6 +8,16 @@ the variance divides by C - 1, torch.var's default; it should divide by C
 - centred.square().mean(-1, keepdim=True) => centred.var(-1, keepdim=True)
 eps is added to the standard deviation, outside of the root; it belongs to the variance
 - * torch.rsqrt(variance + eps) => / (variance.sqrt() + eps)
+eps is not added
+- variance + eps => variance
+eps is always 1e-5, whatever was given
+- variance + eps => variance + 1e-5
+the mean is subtracted for the variance, but not from x itself
+- (centred * torch => (wide * torch
+the gain is not applied
+- * weight + bias => + bias
+the bias is not added
+- * weight + bias => * weight
 the mean is not subtracted: that is RMSNorm with a bias
 - wide - wide.mean(-1, keepdim=True) => wide
 it divides by the variance instead of by its root
@@ -40,6 +50,8 @@ x is squared where the formula cubes it
 - wide**3 => wide**2
 the root is taken of pi / 2 instead of 2 / pi
 - 2.0 / math.pi => math.pi / 2.0
+the 1 that is added to the tanh is missing
+- (1.0 + torch.tanh(inner)) => torch.tanh(inner)
 the factor of one half is missing
 - 0.5 * =>
 computed in the dtype of x: in float16 the cube of 41 is infinite, and the gradient becomes infinity times 0, NaN
@@ -59,6 +71,20 @@ c_attn is cut head by head into q, k, v; the queries of all heads come first
 + self.c_attn(x).unflatten(-1, (self.n_heads, 3, -1)).permute(3, 0, 2, 1, 4)
 there is no mask: every position sees the whole sequence
 - q, k, v, mask => q, k, v
+the mask's meaning is exchanged: a position sees only what comes after it
+- q, k, v, mask => q, k, v, ~mask
+masked_fill hides what a position may see, instead of what it may not see
+- scaled_dot_product_attention(q, k, v, mask)
++ (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(mask, -math.inf).softmax(-1) @ v
+masked scores become 0, whose exp is 1; they should become -inf
+- scaled_dot_product_attention(q, k, v, mask)
++ (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(~mask, 0.0).softmax(-1) @ v
+the softmax is taken over the queries; it belongs over the keys
+- scaled_dot_product_attention(q, k, v, mask)
++ (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(~mask, -math.inf).softmax(-2) @ v
+the weights are set to 0 after the softmax, so the rest no longer add up to 1; mask the scores before it
+- scaled_dot_product_attention(q, k, v, mask)
++ (q @ k.mT / math.sqrt(q.shape[-1])).softmax(-1).masked_fill(~mask, 0.0) @ v
 a position does not see itself: the mask leaves out the diagonal
 - q, k, v, mask => q, k, v, mask.tril(-1)
 the mask is the wrong way around: each position sees only itself and what follows
@@ -78,6 +104,15 @@ the heads are merged in the wrong order: [B, H, T, D] was reshaped without being
 the linear layers have no bias; GPT-2's do
 - 3 * config.dim => 3 * config.dim, bias=False
 - config.dim, config.dim => config.dim, config.dim, bias=False
+the mask is a buffer in the state dict, and checkpoints have none: register it with persistent=False
+- self.n_heads = config.n_heads
++ self.n_heads = config.n_heads
++ self.register_buffer("mask", causal_mask(config.context_len, config.context_len))
+- causal_mask(x.shape[1], x.shape[1], device=x.device) => self.mask[: x.shape[1], : x.shape[1]]
+the mask of the first call is kept; another sequence may have another length
+- mask = causal_mask(x.shape[1], x.shape[1], device=x.device)
++ self.first = getattr(self, "first", causal_mask(x.shape[1], x.shape[1], device=x.device))
++ mask = self.first
 the mask is made on the CPU: it needs device=x.device
 - , device=x.device =>
 
@@ -103,6 +138,12 @@ the norm comes after the sum, as in the original transformer; GPT-2 moved it bef
 @@ forward
 + x = self.ln_1(x + self.attn(x))
 + return self.ln_2(x + self.mlp(x))
+attention replaces the stream; it should be added to it
+- x = x + self => x = self
+the MLP replaces the stream; it should be added to it
+- return x + self => return self
+attention reads the stream without a norm
+- self.ln_1(x) => x
 there is no residual: each part replaces the stream
 - x = x + self => x = self
 - return x + self => return self
@@ -116,6 +157,8 @@ ln_1 is used for both parts; the MLP has ln_2
 - self.ln_2(x) => self.ln_1(x)
 the MLP reads the stream without a norm
 - self.ln_2(x) => x
+`x +=` changes the caller's tensor in place; make a new one with `x = x +`
+- x = x + self.attn(self.ln_1(x)) => x += self.attn(self.ln_1(x))
 the MLP comes before attention
 @@ forward
 + x = x + self.mlp(self.ln_2(x))
@@ -146,6 +189,10 @@ the biases keep PyTorch's random values; GPT-2's start at 0
 - nn.init.zeros_(part.bias) => pass
 the gains of the layer norms were drawn too; they should stay 1
 - nn.Linear | nn.Embedding => nn.Linear | nn.Embedding | nn.LayerNorm
+the layer norms are set to ones and zeros; they should be left as they are
++ if isinstance(part, nn.LayerNorm):
++     part.reset_parameters()
+  if isinstance(part, nn.Linear) and part.bias is not None:
 the values are uniform instead of normal
 - nn.init.normal_(part.weight, std=0.02 / math.sqrt(2 * n_layers) if writes_to_stream else 0.02)
 + bound = math.sqrt(3) * 0.02 / (math.sqrt(2 * n_layers) if writes_to_stream else 1)
@@ -172,6 +219,12 @@ the number is right, but it is a float and should be an int
 the head is a separate matrix; GPT-2 uses the token embedding again
 - init_weights(self
 + self.lm_head = nn.Linear(config.dim, config.n_rows, bias=False)
++ init_weights(self
+- nn.functional.linear(self.ln_f(x), self.wte.weight) => self.lm_head(self.ln_f(x))
+lm_head shares the embedding's weight, but adds a name to the state dict; use wte.weight itself
+- init_weights(self
++ self.lm_head = nn.Linear(config.dim, config.n_rows, bias=False)
++ self.lm_head.weight = self.wte.weight
 + init_weights(self
 - nn.functional.linear(self.ln_f(x), self.wte.weight) => self.lm_head(self.ln_f(x))
 the head uses a copy of the embedding that gets no gradient
@@ -221,6 +274,8 @@ the biases of the linear layers are not counted
 - 4 * c * c + 4 * c, 8 * c * c + 5 * c => 4 * c * c, 8 * c * c
 the layer norms are not counted
 - 5 * c, 2 * c => 5 * c, 0
+2C are missing in each block: it has two norms, each with a gain and a bias, and c_attn has 3C biases
+- 2 * norm => norm
 the last norm, ln_f, is not counted
 - ) + norm => )
 the position embedding is not counted
@@ -245,6 +300,10 @@ the causal masks of old checkpoints (attn.bias) are kept
 - ".attn.bias", ".attn.masked_bias" => ".attn.masked_bias"
 the head is always dropped; one that isn't tied must be passed on, because this model cannot use it
 - and tokens is not None and torch.equal(head, tokens) =>
+the tied head is kept; this model has no lm_head.weight
+- torch.equal(head, tokens) => False
+the head is compared by identity; in a file, a tied head is another tensor with equal values
+- torch.equal(head, tokens) => head is tokens
 names keep the prefix `transformer`
 - name: tensor.T => f"transformer.{name}": tensor.T
 twelve characters are cut off every name, even if it has no prefix

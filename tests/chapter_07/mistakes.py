@@ -6,6 +6,9 @@ edits("""
 # cross_entropy
 exp is taken of the logits themselves and overflows; subtract the largest first
 - wide - wide.amax(-1, keepdim=True) => wide
+the logarithm is taken of a probability, which may have become 0; compute log probabilities, never probabilities
+- return (shifted.exp().sum(-1).log() - chosen).mean().to(logits.dtype)
++ return -(chosen.exp() / shifted.exp().sum(-1)).log().mean().to(logits.dtype)
 it returns the sum over all targets instead of their mean
 - .mean() => .sum()
 the minus before the logarithm is missing
@@ -19,6 +22,13 @@ the loss is in bits (logarithm to the base 2) instead of nats
 - - chosen => - chosen / math.log(2)
 it computes in the dtype of the logits; cast to float32 first, because a float16 sum is infinite above 65,504
 - logits.to(torch.promote_types(logits.dtype, torch.float32)) => logits
+the sum is divided by the size of the first dimension; divide by the number of all targets
+- .mean().to => .sum().div(logits.shape[0]).to
+the log probabilities are multiplied by a one-hot row; where one of them is -inf, 0 times -inf is NaN
+- return (shifted.exp().sum(-1).log() - chosen).mean().to(logits.dtype)
++ log_probs = shifted - shifted.exp().sum(-1, keepdim=True).log()
++ one_hot = nn.functional.one_hot(targets.long(), logits.shape[-1])
++ return -(one_hot * log_probs).sum(-1).mean().to(logits.dtype)
 one maximum is subtracted from the whole batch; in a row far below it the sum is 0, and its logarithm is -inf
 - wide.amax(-1, keepdim=True) => wide.max()
 
@@ -29,6 +39,10 @@ the decay is added to the gradient and so divided by the root too; that is Adam 
 the moments start at zero and are not corrected for that
 - / math.sqrt(1 - beta2**step) =>
 - / (1 - beta1**step) =>
+the mean m starts at zero too, and is not corrected for that
+- / (1 - beta1**step) =>
+the mean square v starts at zero too, and is not corrected for that
+- / math.sqrt(1 - beta2**step) =>
 eps is added under the root; it belongs outside
 - (state["exp_avg_sq"].sqrt() / math.sqrt(1 - beta2**step)).add_(group["eps"])
 + (state["exp_avg_sq"] / (1 - beta2**step) + group["eps"]).sqrt()
@@ -53,6 +67,13 @@ all parameters of a group share one step count; each counts its own, and a step 
 + group["step"] = group.get("step", 0) + 1
 + for parameter in group["params"]:
 - int(state["step"]) + 1 => group["step"]
+the step count is raised at every parameter, so the second one of a step already counts as the next step
+- if parameter.grad is not None:
+-     _update(parameter, self.state[parameter], group)
++ if parameter.grad is not None:
++     group["step"] = group.get("step", 0) + 1
++     _update(parameter, self.state[parameter], group)
+- int(state["step"]) + 1 => group["step"]
 a parameter without a gradient is treated as if its gradient were zero: it decays, and its step is counted
 - if parameter.grad is not None:
 -     _update(parameter, self.state[parameter], group)
@@ -62,6 +83,16 @@ a parameter without a gradient is treated as if its gradient were zero: it decay
 + parameter.grad = None if missing else parameter.grad
 it reads the defaults; each group has its own settings
 - self.state[parameter], group => self.state[parameter], self.defaults
+lr is read once, at construction; a schedule changes the lr of the group
+- self.state[parameter], group => self.state[parameter], group | {"lr": self.defaults["lr"]}
+the means are float32 whatever the parameter's dtype is
+- exp_avg=torch.zeros_like(parameter), exp_avg_sq=torch.zeros_like(parameter)
++ exp_avg=torch.zeros_like(parameter).float(), exp_avg_sq=torch.zeros_like(parameter).float()
+- state["exp_avg"].lerp_(gradient, 1 - beta1) => state["exp_avg"].lerp_(gradient.float(), 1 - beta1)
+every parameter gets a state at construction; create it at the first gradient
+  super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
++ for p in (p for group in self.param_groups for p in group["params"]):
++     self.state[p] = {"step": 0, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
 
 # parameter_groups
 the split looks for the word bias in the name, so the gains of the norms decay
@@ -80,6 +111,13 @@ a tied weight is in the group twice
 - for parameter in model.parameters() => for _, parameter in model.named_parameters(remove_duplicate=False)
 frozen parameters are in the groups
 - if parameter.requires_grad =>
+the second group has no weight_decay of its own, so it gets the optimizer's default
+- "weight_decay": 0.0 =>
+the tensors come from state_dict(), which makes new tensors; the optimizer needs the parameters themselves
+- [parameter for parameter in model.parameters() if parameter.requires_grad] => list(model.state_dict().values())
+the groups hold generators, which are empty after the first use; make lists
+- [p for p in trained if p.ndim >= 2] => (p for p in trained if p.ndim >= 2)
+- [p for p in trained if p.ndim < 2] => (p for p in trained if p.ndim < 2)
 the groups are exchanged: vectors decay, matrices do not
 - p.ndim >= 2 => p.ndim < 2
 - p.ndim < 2 => p.ndim >= 2
@@ -87,8 +125,12 @@ the groups are exchanged: vectors decay, matrices do not
 # cosine_schedule
 it warms up with step + 1, as some programs do; here step 0 has the rate 0
 - max_lr * step => max_lr * (step + 1)
+the warm-up starts at min_lr; it should start at 0
+- max_lr * step / warmup_steps => min_lr + (max_lr - min_lr) * step / warmup_steps
 the cosine starts at step 0, so the rate jumps at the end of the warm-up
 - (step - warmup_steps) / (max_steps - warmup_steps) => step / max_steps
+the progress is divided by max_steps instead of by the steps after the warm-up
+- (max_steps - warmup_steps) => max_steps
 the cosine is a whole period, down and up again; it should be half a period, down only
 - math.pi * progress => 2 * math.pi * progress
 max_steps is counted from the end of the warm-up; it counts from step 0
@@ -120,6 +162,8 @@ an if on the norm (or item()) copies it to the host, which has to wait for the G
 - norm + 1e-6 => norm - 1e-6
 the 1e-6 of PyTorch's factor is not added to the norm
 - (norm + 1e-6) => norm
+it returns the factor instead of the norm
+- return norm => return factor
 it returns the norm after clipping
 - return norm => return norm * factor
 the norms of the tensors are added; their squares should be
@@ -133,7 +177,32 @@ a generator is iterated twice, and the second time it is empty
 + for parameter in parameters:
 +     None if parameter.grad is None else parameter.grad.mul_(factor)
 
+each gradient is replaced by a new tensor, and whoever holds the old one sees no change; scale it in place
+- parameters = [parameters] if isinstance(parameters, Tensor) else parameters
++ parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+- torch._foreach_mul_([gradient for gradient in gradients if gradient.device == device], factor.to(device))
++ for parameter in (p for p in parameters if p.grad is not None):
++     parameter.grad = parameter.grad * factor
+a single parameter is iterated over like a list: that gives its rows, and they have no gradient
+- [parameters] if isinstance(parameters, Tensor) else parameters => parameters
+
 # TokenBatches
+it stops at the end of an epoch; the iterator should be endless
+@@ __next__
++ if self.position + self.world_size * self.batch > self.n_windows:
++     raise StopIteration
+  first = self.position
+`if seed` takes seed 0 for no seed; compare with None
+@@ _window
+- if batches.seed is not None and => if batches.seed and
+- if batches.seed is None => if not batches.seed
+Python's global random generator is seeded anew for the shuffle; make a generator of your own
+@@ _window
+- np.random.default_rng((batches.seed, epoch)).permutation(batches.n_windows)
++ (random.seed(f"{batches.seed}, {epoch}"), random.sample(range(batches.n_windows), batches.n_windows))[1]
+epoch counts the windows of this rank alone; all ranks share an epoch
+@@ epoch
+- self.position => self.position // self.world_size
 it starts over when a whole batch no longer fits, so the end of every epoch is never seen
 - divmod(position, batches.n_windows)
 + divmod(position, batches.n_windows - batches.n_windows % (batches.batch * batches.world_size))
@@ -141,6 +210,12 @@ the epoch is computed once per batch; if a batch runs into the next epoch, its l
 - epoch, place = divmod(position, batches.n_windows)
 + epoch = (batches.position + batches.rank * batches.batch) // batches.n_windows
 + place = position % batches.n_windows
+the epoch is that of the step's first row; each row of each rank has its own
+- epoch, place = divmod(position, batches.n_windows)
++ epoch, place = batches.position // batches.n_windows, position % batches.n_windows
+the ranks take turns window by window; each should take `batch` windows in a row
+- self.position + self.rank * self.batch => self.position + self.rank
+- first + i) => first + i * self.world_size)
 after a step it goes on behind its own windows instead of behind those of all ranks
 - self.position += self.world_size * self.batch => self.position += self.batch
 inputs and targets are views of the same rows, so changing one changes the other
@@ -160,7 +235,7 @@ the order comes from the global random generator, so other draws change it, and 
 + torch.randperm(batches.n_windows).numpy()
 the state has the place in the epoch but not the epoch, so a resumed run uses the first epoch's order
 @@ state_dict
-- self.position => self.position % self.n_windows
+- self.position => int(self.position % self.n_windows)
 all tokens are converted to int64 at once, so a file of many gigabytes is read as a whole and grows fourfold
 - tokens.numpy(force=True) if isinstance(tokens, Tensor) else np.asarray(tokens) => np.array(tokens).astype(np.int64)
 the windows are length + 1 tokens apart, so the last token of each is a target and never an input
@@ -188,6 +263,37 @@ the gradients are cleared first; the caller does that, and may have gradients th
 a micro-batch without items is run too; its mean is 0 / 0 = NaN, and NaN times a share of 0 is still NaN
 - [pair for pair in micro_batches if pair[1].numel()] => list(micro_batches)
 - if not micro_batches: => if not any(targets.numel() for _, targets in micro_batches):
+a micro-batch counts as empty only if it has no rows; a row may have no items, too
+- if pair[1].numel()] => if len(pair[1])]
+a generator is iterated twice, and the second time it is empty
+- micro_batches = [pair for pair in micro_batches if pair[1].numel()]
+- if not micro_batches:
+-     raise ValueError("no micro-batch holds an item, so there is no gradient")
+- n_items = sum(targets.numel() for _, targets in micro_batches)
++ n_items = sum(targets.numel() for _, targets in micro_batches)
++ if not n_items:
++     raise ValueError("no micro-batch holds an item, so there is no gradient")
+- for inputs, targets in micro_batches: => for inputs, targets in (p for p in micro_batches if p[1].numel()):
+the gradients are divided at the end, and so is what was there before; weight each loss instead
+- (targets.numel() / n_items) => targets.numel()
+- return mean
++ for parameter in model.parameters():
++     parameter.grad /= n_items
++ return mean / n_items
+the micro-batches are joined into one batch again, so all activations exist at once
+- for inputs, targets in micro_batches:
+-     share = model(inputs, targets)[1] * (targets.numel() / n_items)
+-     share.backward()
+-     mean = mean.to(share) + share.detach()
+- return mean
++ inputs = torch.cat([inputs.flatten(0, targets.ndim - 1) for inputs, targets in micro_batches])
++ loss = model(inputs, torch.cat([targets.flatten() for _, targets in micro_batches]))[1]
++ loss.backward()
++ return loss.detach()
+it returns the sum of the micro-batches' losses instead of their weighted mean
+- share.detach() => share.detach() * n_items / targets.numel()
+it returns the plain mean of the micro-batches' losses; weight them as the gradients are weighted
+- share.detach() => share.detach() * n_items / (targets.numel() * len(micro_batches))
 it returns the loss of the last micro-batch instead of the mean over all items
 - return mean => return share.detach() * n_items / targets.numel()
 
@@ -227,6 +333,10 @@ the random states are not saved, so dropout and sampling differ after a resume
 - _random_state() => _random_state() | {"torch": torch.Generator().get_state()}
 the optimizer is not saved, so its moments start at zero again
 - "optimizer": optimizer.state_dict() => "optimizer": optimizer.state_dict() | {"state": {}}
+with_suffix replaces the ending, so run.pt and run.best share one temporary file; append .tmp
+- f"{os.fspath(path)}.tmp" => Path(path).with_suffix(".tmp")
+only the current CUDA device's random state is saved
+- torch.cuda.get_rng_state_all() => [torch.cuda.get_rng_state()]
 after a failure the incomplete temporary file is left behind
 - Path(temporary).unlink(missing_ok=True) =>
 any object is saved, and only loading it reveals that it cannot be read
@@ -248,12 +358,18 @@ only PyTorch's random state is restored, not NumPy's and Python's
 - random.setstate(kept["python"])
 - np.random.set_state(kept["numpy"])
 +
+NumPy's random state is not restored
+- np.random.set_state(kept["numpy"]) =>
+the state of Python's own random module is not restored
+- random.setstate(kept["python"]) =>
 the random states of the CUDA devices are not restored
 - torch.cuda.is_available() => False
 weights_only=False: a stranger's checkpoint can run any code
 - weights_only=True => weights_only=False
 the optimizer is not loaded, so its moments and learning rates start over
 - optimizer.load_state_dict(contents["optimizer"]) =>
+it returns the additional state without the step
+- return contents["state"] => return {name: value for name, value in contents["state"].items() if name != "step"}
 it returns only the step, without the additional state
 - contents["state"] => {"step": contents["state"]["step"]}
 the model gets new parameters (assign=True), and the optimizer keeps updating the old ones

@@ -248,7 +248,7 @@ def test_AdamW_equals_torch(settings):
         set_gradients(mine, theirs, step)
         a.step()
         b.step()
-    expect_close(values(mine), values(theirs), atol=2e-6, name="weights", read=f"{MOMENTS} to eq-training-4")
+    expect_close(values(mine), values(theirs), atol=2e-5, name="weights", read=f"{MOMENTS} to eq-training-4")
 
 
 def test_AdamW_has_an_eps_of_1e_8():
@@ -275,8 +275,13 @@ def test_AdamW_in_other_dtypes(dtype):
         set_gradients(mine, theirs, step)
         a.step()
         b.step()
-    atol = {torch.float64: 1e-12, torch.bfloat16: 2e-2}[dtype]
+    atol = {torch.float64: 1e-6, torch.bfloat16: 2e-2}[dtype]  # a step count in float32 is precise enough
     expect_close(values(mine), values(theirs), atol=atol, name="weights", read=f"{MOMENTS} to eq-training-4")
+    state, kept = a.state[mine[0]], ("exp_avg", "exp_avg_sq")
+    dtypes = {name: str(state[name].dtype) if name in state else "missing" for name in kept}
+    expect_equal(
+        dtypes, dict.fromkeys(kept, str(dtype)), name="dtypes of the state", read="the contract, under Attributes"
+    )
 
 
 def test_AdamW_is_an_optimizer_with_groups():
@@ -302,13 +307,17 @@ def test_AdamW_skips_what_has_no_gradient():
     case("the second of two weights has no gradient in steps 1 and 2 and one in step 3: there, its own first step")
     mine, theirs = two_copies((3,), (2,))
     a, b = (kind(p, lr=0.1, weight_decay=0.5) for kind, p in ((training.AdamW, mine), (torch.optim.AdamW, theirs)))
+    had_state = False
     for step in range(3):
         set_gradients(mine, theirs, step)
         if step < 2:
             mine[1].grad = theirs[1].grad = None
         a.step()
         b.step()
+        had_state = had_state or (step < 2 and bool(a.state.get(mine[1])))
     expect_close(values(mine), values(theirs), atol=2e-6, name="weights", read="the contract, step")
+    problem = "the second weight had a state before its first gradient"
+    expect_true(not had_state, problem, answer=had_state, read="the contract, under Attributes")
 
 
 def test_AdamW_leaves_gradients_and_storage():
@@ -336,7 +345,8 @@ def test_AdamW_takes_a_closure():
     with torch.no_grad():
         loss = optimizer.step(closure)
     expect_equal(len(calls), 1, name="calls of the closure")
-    expect_close(loss.detach(), torch.tensor(9.0), name="what step returns", read="the contract, step")
+    loss = loss.detach() if isinstance(loss, Tensor) else loss
+    expect_close(loss, torch.tensor(9.0), name="what step returns", read="the contract, step")
     expect_close(weight.detach().clone(), torch.tensor([2.5]), atol=1e-5, name="the weight", read=CORRECTED)
     expect_true(training.AdamW([weight]).step() is None, "step() without a closure should return None")
 
@@ -414,17 +424,21 @@ class Tied(nn.Module):
 
 def names_in(model: nn.Module, groups) -> list[list[str]]:
     names = {id(p): name for name, p in model.named_parameters()}
-    return [[names[id(p)] for p in group["params"]] for group in groups]
+    for group in groups:
+        kind = type(group["params"]).__name__
+        expect_equal(kind, "list", name="type of params", answer=kind, read="the contract, under Returns")
+    return [[names.get(id(p), "no parameter of the model") for p in group["params"]] for group in groups]
 
 
 def test_parameter_groups_by_dimensions():
     case(
-        "an embedding tied to the head, a layer norm, a convolution, a linear map with bias, a scalar; weight_decay=0.1"
+        "an embedding tied to the head, a layer norm, a convolution, a linear map with bias, a scalar; weight_decay=0.3"
     )
     model = Tied()
-    groups = training.parameter_groups(model, 0.1)
+    groups = training.parameter_groups(model, 0.3)
     read = "the contract"
-    expect_equal([group["weight_decay"] for group in groups], [0.1, 0.0], name="weight_decay of the groups", read=read)
+    found = [group.get("weight_decay") for group in groups]
+    expect_equal(found, [0.3, 0.0], name="weight_decay of the groups", read=read)
     decays = ["wte.weight", "patches.weight", "linear.weight"]
     rest = ["scale", "norm.weight", "norm.bias", "patches.bias", "linear.bias"]
     expect_equal(names_in(model, groups), [decays, rest], name="groups", read=read)
@@ -616,7 +630,12 @@ def test_clip_gradient_norm__does_not_wait_for_the_gpu():
 
 def take(batches, n: int) -> list[tuple[list[list[int]], list[list[int]]]]:
     """The next n batches as lists."""
-    return [(inputs.tolist(), targets.tolist()) for inputs, targets in (next(batches) for _ in range(n))]
+    taken: list[Any] = []
+    for _ in range(n):
+        batch = next(batches, None)
+        expect_true(batch is not None, "the iterator stopped, but it should be endless", read=BATCHES)
+        taken.append(tuple(rows.tolist() for rows in batch))
+    return taken
 
 
 def firsts(batches, n: int) -> list[int]:
@@ -698,18 +717,19 @@ def test_TokenBatches_gives_ranks_different_windows():
 
 
 def test_TokenBatches_shuffles_anew_each_epoch():
-    case("61 tokens, length=1, seed=3 twice and seed=4: two epochs of 60")
-    one, same, other = (firsts(training.TokenBatches(range(61), 10, 1, seed=seed), 12) for seed in (3, 3, 4))
+    case("61 tokens, length=1, seed=3 twice, seed=4 and seed=0: two epochs of 60")
+    one, same, other, zero = [firsts(training.TokenBatches(range(61), 10, 1, seed=seed), 12) for seed in (3, 3, 4, 0)]
     read = f"{BATCHES}, under seed"
     expect_equal(same, one, name="first tokens, the second time", read=read)
     expect_true(one[:60] != list(range(60)), "with a seed the windows still come in order", read=read)
     expect_true(one[:60] != one[60:], "both epochs have the same order", read=read)
     expect_true(one[:60] != other[:60], "seeds 3 and 4 give the same order", read=read)
+    expect_true(zero[:60] != list(range(60)), "with seed=0 the windows come in order: 0 is a seed, too", read=read)
     expect_true(one[60:] != other[:60], "epoch 1 of seed 3 is epoch 0 of seed 4: mix seed and epoch", read=read)
 
 
 def test_TokenBatches_leaves_the_random_numbers_alone():
-    case("seed=0, two epochs; the global generators of PyTorch and NumPy before and after")
+    case("seed=0, two epochs; the global generators of PyTorch, NumPy and Python before and after")
     torch_before, numpy_before = torch.get_rng_state(), numpy_state()
     torch.manual_seed(0)
     one = firsts(training.TokenBatches(range(20), 1, 1, seed=0), 40)
@@ -720,10 +740,12 @@ def test_TokenBatches_leaves_the_random_numbers_alone():
     np.random.seed(1)
     expect_equal(firsts(training.TokenBatches(range(20), 1, 1, seed=0), 40), one, name="first tokens", read=BATCHES)
     np.random.seed(2)
-    numpy_before = numpy_state()
+    random.seed(2)
+    numpy_before, python_before = numpy_state(), random.getstate()
     firsts(training.TokenBatches(range(20), 1, 1, seed=0), 40)
     same = numpy_state() == numpy_before
     expect_true(same, "NumPy's global random numbers were used", read=BATCHES)
+    expect_true(random.getstate() == python_before, "Python's global random numbers were used", read=BATCHES)
     torch.set_rng_state(torch_before)
 
 
@@ -733,11 +755,12 @@ def test_TokenBatches_goes_on_at_the_exact_batch(seed):
     for done in range(14):
         first = training.TokenBatches(range(23), 2, 2, seed=seed)
         take(first, done)
-        state = json.loads(json.dumps(first.state_dict()))
+        state, epoch = json.loads(json.dumps(first.state_dict())), first.epoch
         expected = take(first, 4)
         second = training.TokenBatches(range(23), 2, 2, seed=seed)
         take(second, 3 if done % 2 else 17)  # wherever it stands, in an earlier epoch or a later one
         second.load_state_dict(state)
+        expect_equal(second.epoch, epoch, name=f"epoch after {done} batches, once loaded", read=BATCHES)
         expect_equal(take(second, 4), expected, name=f"batches after {done}", read=BATCHES)
 
 
@@ -780,12 +803,13 @@ def test_TokenBatches_goes_on_with_other_ranks(seed):
 
 
 def test_TokenBatches_knows_its_epoch():
-    case("12 tokens, batch=2, length=2 (5 windows): epoch after 0 to 5 batches")
-    batches, found = training.TokenBatches(range(12), 2, 2), []
-    for _ in range(6):
-        found.append(batches.epoch)
-        next(batches)
-    expect_equal(found, [0, 0, 0, 1, 1, 2], name="epoch", read=f"{BATCHES}, under Attributes")
+    for batch, n_ranks in ((2, 1), (1, 2)):
+        case(f"12 tokens, batch={batch}, length=2 (5 windows), world_size={n_ranks}: epoch after 0 to 5 batches")
+        batches, found = training.TokenBatches(range(12), batch, 2, 0, n_ranks), []
+        for _ in range(6):
+            found.append(batches.epoch)
+            take(batches, 1)
+        expect_equal(found, [0, 0, 0, 1, 1, 2], name="epoch", read=f"{BATCHES}, under Attributes")
 
 
 def test_TokenBatches_takes_tokens_of_every_kind(tmp_path):
@@ -825,8 +849,11 @@ def test_TokenBatches_does_not_alias_the_tokens():
     for batch in (1, 2):
         case(f"int64 tokens, batch={batch}; all inputs are set to 0: do inputs, targets and tokens share memory?")
         tokens = np.arange(17)
-        inputs, targets = next(training.TokenBatches(tokens, batch, 8))
+        batches = training.TokenBatches(tokens, batch, 8)
+        inputs, targets = next(batches)
         inputs.zero_()
+        next(batches)
+        expect_close(inputs, torch.zeros_like(inputs), name="inputs of 0, after the next batch", read=read)
         expected = torch.arange(1, 8 * batch + 1).view(batch, 8)
         expect_close(targets, expected, name="targets, once the inputs are 0", read=read)
         expect_equal(tokens.tolist(), list(range(17)), name="tokens, once the inputs are 0", read=read)
@@ -914,7 +941,7 @@ class Tiny(nn.Module):
             for i, parameter in enumerate(self.parameters()):
                 parameter.copy_(randn(*parameter.shape, seed=seed + i))
         self.alive: list = []
-        self.n = self.most = 0
+        self.n = self.most = self.largest = 0
 
     def forward(self, inputs, targets):
         def pack(tensor):
@@ -923,6 +950,7 @@ class Tiny(nn.Module):
             return kept
 
         self.n += 1
+        self.largest = max(self.largest, targets.numel())
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept.tensor):
             logits = self.linear(inputs).tanh()
         self.most = max(self.most, len({n for n, kept in self.alive if kept() is not None}))
@@ -988,15 +1016,17 @@ def test_accumulate_gradients_holds_one_micro_batch_at_a_time():
         "the next forward",
         read="the contract, under Cost",
     )
+    expect_equal(model.largest, 2, name="items in the largest forward pass", read="the contract, under Cost")
 
 
 @pytest.mark.parametrize("empty", [0, 1, 2])
 def test_accumulate_gradients_skips_what_is_empty(empty):
-    case(f"micro-batches of 3 and 2 items, and micro-batch {empty} of the three without any")
+    shape = [2, 0] if empty == 2 else [0]
+    case(f"micro-batches of 3 and 2 items, and micro-batch {empty} of the three has targets {shape}")
     micro_batches = [batch_of(3), batch_of(2, seed=1)]
     model = Tiny()
     loss, gradients = whole_batch(model, micro_batches)
-    micro_batches.insert(empty, batch_of(0))
+    micro_batches.insert(empty, batch_of(*shape))
     found = training.accumulate_gradients(model, micro_batches)
     read = "the contract, under micro_batches"
     expect_close(found, loss, atol=1e-10, name="the mean loss", read=read)
@@ -1227,6 +1257,7 @@ def test_save_checkpoint_moves_a_whole_file_into_place(tmp_path, monkeypatch, ki
     expect_true(written == size, problem, answer=names, read=read)
     source = Path(log.calls[names.index("replace")][1][0])
     expect_equal(str(source.parent), str(tmp_path), name="the folder of what is moved", answer=names, read=read)
+    expect_equal(source.name, "run.pt.tmp", name="the name of what is moved", answer=source.name[-4:], read=read)
 
 
 def fail(error: BaseException | None) -> None:
@@ -1491,13 +1522,21 @@ def cards(monkeypatch):
     return states
 
 
-def test_load_checkpoint_restores_the_random_numbers_of_every_device(tmp_path, cards):
+def check_restores_every_device(tmp_path, cards, exercise: str) -> None:
     case("two CUDA devices (played by the test): their random states when loading, which have gone on since saving")
     cards[:] = [torch.tensor([1, 2, 3], dtype=torch.uint8), torch.tensor([4, 5, 6], dtype=torch.uint8)]
     run = save(tmp_path / "run.pt", 1)
     cards[:] = [torch.tensor([7, 7, 7], dtype=torch.uint8), torch.tensor([8, 8, 8], dtype=torch.uint8)]
     training.load_checkpoint(tmp_path / "run.pt", run.model, run.optimizer)
-    expect_equal([state.tolist() for state in cards], [[1, 2, 3], [4, 5, 6]], name="random states", read=LOAD)
+    expect_equal([state.tolist() for state in cards], [[1, 2, 3], [4, 5, 6]], name="random states", read=exercise)
+
+
+def test_save_checkpoint_keeps_the_random_numbers_of_every_device(tmp_path, cards):
+    check_restores_every_device(tmp_path, cards, READ)
+
+
+def test_load_checkpoint_restores_the_random_numbers_of_every_device(tmp_path, cards):
+    check_restores_every_device(tmp_path, cards, LOAD)
 
 
 def test_load_checkpoint_beside_devices_that_the_file_does_not_know(tmp_path, monkeypatch, cards):

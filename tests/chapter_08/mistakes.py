@@ -19,11 +19,22 @@ the clock starts while the warm-up still runs on the accelerator: wait before th
 - _synchronize(device)
 - start
 + start
+work that was queued before is timed with the first call; wait before the first reading, with no warm-up too
+- for _ in range(warmup):
+-     fn()
++ for _ in range(warmup):
++     fn()
++     _synchronize(device)
+- _synchronize(device)
+- start
++ start
 the code waits for CUDA even if the work is on the CPU
 @@ _synchronize
 + torch.cuda.synchronize()
 device=None is taken for the CPU, although there is an accelerator to wait for
 - device is None and torch.accelerator.is_available() => False
+torch.cuda.synchronize() waits for the current device; give it the device
+- torch.cuda.synchronize(device) => torch.cuda.synchronize()
 the code waits for the current accelerator, whichever device was given
 - torch.cuda.synchronize(device) => torch.accelerator.synchronize()
 - torch.accelerator.synchronize(device) => torch.accelerator.synchronize()
@@ -86,10 +97,15 @@ only one product is counted: after the scores, the weights multiply the values
 - 2 * matmul_flops => matmul_flops
 the heads are counted twice: together they are as wide as the model
 - config.n_layers => config.n_layers * config.n_heads
+the sequence is taken to be context_len long; it has its own length
+- length * (length + 1) // 2 if causal else length * length
++ config.context_len * (config.context_len + 1) // 2 if causal else config.context_len**2
 one layer is counted, not all
 - * config.n_layers =>
 causal counts exactly one half, but the diagonal is allowed too: T (T + 1) / 2 pairs
 + return reference.attention_flops(config, length, False) // (2 if causal else 1)
+causal counts T^2 // 2 pairs; with the diagonal there are T (T + 1) / 2
+- length * (length + 1) // 2 => length * length // 2
 the diagonal is left out, but a query sees itself: there are T (T + 1) / 2 pairs
 - length + 1 => length - 1
 `causal` is ignored
@@ -117,6 +133,14 @@ six times all parameters: positions, biases and norms are in no product, attenti
 + return 6 * (embeddings + config.n_layers * (12 * c * c + 13 * c) + 2 * c)
 the products of attention are left out
 - + attention =>
+one of attention's two products is counted: after the scores, the weights multiply the values
+- + attention => + attention // 2
+attention's output projection is left out: with it, a block has 12 C^2 weights
+- 12 * config.dim => 11 * config.dim
+one of the feed-forward part's two maps is left out: with it, a block has 12 C^2 weights
+- 12 * config.dim => 8 * config.dim
+the FLOPs of a whole sequence are returned, where those of one token are expected
+- 3 * (linear + head + attention) => 3 * (linear + head + attention) * config.context_len
 attention is counted for the causal pairs only, but the naive product computes all pairs
 - causal=False => causal=True
 the count is a float: divide by the tokens with //, which keeps it whole
@@ -135,12 +159,22 @@ attention is counted over the N patches: the class token is a query and a key to
 - config, tokens => config, config.n_patches
 the feed-forward part is counted for the N patches: the class token passes through it too, so there are N + 1
 - tokens, config.dim, config.hidden_dim => config.n_patches, config.dim, config.hidden_dim
+with mean pooling no class token is counted, but the blocks compute it all the same
+- config.n_patches + 1 => config.n_patches + (config.pooling == "token")
+the projections of q, k and v are counted, but not that of the output, which makes four
+- 4 * config.dim) => 3 * config.dim)
+one of the feed-forward part's two linear maps is counted
+- mlp = 2 * => mlp =
 the hidden width is taken to be four times the model's; use the config's hidden_dim
 - config.hidden_dim => 4 * config.dim
 the head is counted for every token, but it reads one vector
 - 1, config.dim, config.n_classes => tokens, config.dim, config.n_classes
 only the forward pass is counted
 - 2 * patches + 3 * => patches +
+the head is left out
+- + attention + head => + attention
+the products of attention are left out
+- + attention + head => + head
 the patch convolution is left out
 - 2 * patches + =>
 attention counts causal pairs, but in a vision transformer every token sees every other
@@ -203,6 +237,8 @@ scores and weights are both counted, but softmax's backward needs only its outpu
 - inputs + weights => inputs + 2 * weights
 only the T x T weights are counted, but the products keep q, k and v too
 - inputs + weights => weights
+v is left out, but the last product keeps it beside the weights
+- 3 * => 2 *
 the output is counted too, but no backward formula here needs it
 - 3 * => 4 *
 one T x T is counted for all heads, but each head has its own
@@ -238,6 +274,13 @@ the optimizer's own ranges are among the step's
 - ("Optimizer.", "ProfilerStep") => "ProfilerStep"
 only Optimizer.step is left out, but the optimizer names its zero_grad too
 - "Optimizer." => "Optimizer.step"
+export_chrome_trace takes a str: give it str(path)
+- str(path) => path
+on a device, an operator's time includes that of the operators inside it; take the device's own time
+- event.self_device_time_total if on_device => event.device_time_total if on_device
+only operators that also end in a range are added to it; all that began in it count
+- span.start <= event.time_range.start < span.end
++ span.start <= event.time_range.start and event.time_range.end <= span.end
 a range opened twice has the mean of both, where it should have the sum
 - return StepProfile(ranges, operators)
 + names = [event.name for event in events if _is_range(event)]
@@ -283,6 +326,18 @@ the file is written only if the block ends well, and an out-of-memory error leav
 +     yield events
 + if True:
 +     log.alive
+without CUDA, the file is written only if the block ends well; write it in a finally
+- try:
+-     with log:
+-         yield events
+- finally:
+-     log.alive
++ with log:
++     yield events
++ if True:
++     log.alive
+a storage that was there before is counted as soon as an operator returns it
+- and storage._cdata not in given =>
 storages are still followed after the block: the list grows when it shouldn't
 - log.alive = None =>
 the peak is the total at the end, where it should be the greatest total

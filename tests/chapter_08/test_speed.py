@@ -24,7 +24,7 @@ speed = graded("speed")
 
 TIMING, PRODUCT, ROOF, PAIRS, TRAINING, IMAGE, SHARE = (f"eq-speed-{n}" for n in (1, 2, 3, 4, 5, 6, 7))
 WAITING = "the contract, under Convention"
-TINY = GPT2Config(vocab_size=10, context_len=2, dim=4, n_layers=1, n_heads=2)
+TINY = GPT2Config(vocab_size=10, context_len=3, dim=4, n_layers=1, n_heads=2)
 ODD = GPT2Config(vocab_size=101, context_len=9, dim=24, n_layers=3, n_heads=2)
 TINY_VIT = ViTConfig(image_size=4, patch_size=2, channels=1, n_classes=5, dim=2, n_layers=1, n_heads=1, hidden_dim=3)
 ODD_VIT = ViTConfig(image_size=12, patch_size=4, n_classes=7, dim=24, n_layers=3, n_heads=2, hidden_dim=40)
@@ -113,10 +113,15 @@ def expect_timing(timing, times, machine, n_calls) -> None:
     is_read = any(event.startswith("clock") for event in machine.done)
     expect_true(is_read, f"the clock was never read: call time.{CLOCK}()", read=TIMING)
     found = {name: getattr(timing, name) for name in ("mean_s", "std_s", "median_s")}
+    found = {name: float(x) if isinstance(x, int | float) else x for name, x in found.items()}  # also NumPy's
     found["times_s"] = list(timing.times_s)
     std = statistics.stdev(times) if len(times) > 1 else 0.0
     expected = {"mean_s": statistics.fmean(times), "std_s": std, "median_s": statistics.median(times)}
     expect_close(found, expected | {"times_s": list(times)}, name="the timing", read=TIMING)
+    kinds = {name: type(getattr(timing, name)).__name__ for name in ("mean_s", "std_s", "median_s", "times_s")}
+    fields = isinstance(timing.times_s, tuple) and all(isinstance(found[name], int | float) for name in expected)
+    problem = f"a Timing holds three floats and a tuple, not {', '.join(kinds.values())}"
+    expect_true(fields, problem, answer=kinds, read="the contract of ex-speed-benchmark")
     expect_equal(machine.done.count("fn"), n_calls, name="calls of fn", read="the contract of ex-speed-benchmark")
 
 
@@ -145,6 +150,10 @@ def test_benchmark_waits_for_an_accelerator(run_on):
     expect_timing(timing, [1.25, 2.25, 6.25], machine, 5)
     problem = "the code read the clock while the device still worked: synchronise before each reading"
     expect_true("clock while the device works" not in machine.done, problem, read=WAITING)
+    case("warmup=0, repeats=1, 3 s of work, and a device that has 5 s to go on what was queued before; device='cuda'")
+    machine = Machine([3])
+    machine.busy_until = machine.now + 5
+    expect_timing(run_on(machine, warmup=0, repeats=1, device="cuda", accelerator="cuda"), [3.25], machine, 1)
 
 
 @pytest.mark.parametrize("device", [torch.device("cuda"), torch.device("cuda", 1), "cuda:0", None])
@@ -327,8 +336,8 @@ def step_of(model, *inputs):
 
 
 def test_training_flops_per_token_by_hand():
-    case("V=10, T=2, C=4, one layer: 3 x (384 for the linear maps, 80 for the head, 32 for attention)")
-    expect_whole(speed.training_flops_per_token(TINY), 1488, read=TRAINING)
+    case("V=10, T=3, C=4, one layer: 3 x (384 for the linear maps, 80 for the head, 48 for attention)")
+    expect_whole(speed.training_flops_per_token(TINY), 1536, read=TRAINING)
 
 
 @pytest.mark.parametrize("batch", [1, 3])
