@@ -332,6 +332,8 @@ def test_apply_rope_takes_later_positions():
     case("b=1 t=3 h=2 d=8, rows 4 to 6 of a longer table, as a cache of keys needs them")
     x, angles = randn(1, 3, 2, 8), make_angles(7, 8)
     expect_close(rope.apply_rope(x, make_table(angles)[4:]), turn(x, angles[4:]).float(), atol=1e-5, read=APPLY)
+    case("b=1 t=3 h=2 d=8, the same rows, float64")
+    expect_close(rope.apply_rope(x.double(), make_table(angles)[4:]), turn(x, angles[4:]), atol=1e-5, read=APPLY)
 
 
 @pytest.mark.parametrize("rows", [7, 1, 13])
@@ -342,9 +344,10 @@ def test_apply_rope_refuses_a_table_of_another_length(rows):
 
 
 def test_apply_rope_refuses_a_table_of_another_width():
-    case("x of head width 8, a table of one pair, which would broadcast")
-    with expect_raises(ValueError, "5, 1", "5, 4", read="the contract, under Raises"):
-        rope.apply_rope(randn(1, 5, 3, 8), make_table(make_angles(5, 2)))
+    for n_rows, size in ((1, "one row and one pair"), (5, "one pair")):
+        case(f"x of 5 positions and head width 8, a table of {size}, which would broadcast")
+        with expect_raises(ValueError, f"{n_rows}, 1", "5, 4", read="the contract, under Raises"):
+            rope.apply_rope(randn(1, 5, 3, 8), make_table(make_angles(n_rows, 2)))
 
 
 @pytest.mark.time_limit(60)  # where Transformers is imported; else milliseconds
@@ -498,11 +501,13 @@ def test_half_to_interleaved_gives_transformers_scores():
 
 
 def test_half_to_interleaved_leaves_weight_unchanged():
-    case("n_heads=2, head_dim=6: weight after the call")
-    weight = randn(12, 3)
+    case("n_heads=2, head_dim=6, bfloat16: weight after the call")
+    weight = randn(12, 3, dtype=torch.bfloat16)
     before = weight.clone()
     out = rope.half_to_interleaved(weight, 2)
     expect_close(weight, before, atol=0.0, rtol=0.0, name="weight", answer=out, read="the contract")
+    case("n_heads=2, head_dim=6, bfloat16: the dtype")
+    expect_equal(str(out.dtype), "torch.bfloat16", name="out.dtype", answer=out, read="the contract")
 
 
 # ---- interpolate_positions -------------------------------------------------------------------------------------------
