@@ -466,6 +466,8 @@ the stream is cut at its last space, but a run of spaces is one word up to the l
 +     yield from self.encode(buffer[:at])
 +     buffer = buffer[at:]
 + yield from self.encode(buffer)
+the shortest special token is tried first, so a longer one that begins with it is never found
+- reverse=True => reverse=False
 
 # embed
 the rows are looked up: the values are right, but there is no matrix product

@@ -52,13 +52,13 @@ the pairs are (i, i + D/2), where the contract asks for neighbours (2i, 2i + 1)
 + return reference.rotation_matrix(position, head_dim, theta)[order][:, order]
 positions start at 1: every angle is one position too far
 + return reference.rotation_matrix(position + 1, head_dim, theta)
-every pair turns by the first pair's angle: the frequencies are not used
+every pair turns by the first pair's angle, as if all frequencies were 1
 - rope_frequencies(head_dim, theta) => rope_frequencies(head_dim, 1.0)
 the frequencies grow instead of falling: mend rope_frequencies first
 + return reference.rotation_matrix(position, head_dim, 1 / theta)
 the frequencies have the exponent -i/D, not -2i/D: mend rope_frequencies first
 + return reference.rotation_matrix(position, head_dim, theta**0.5)
-theta is not passed on to the frequencies
+theta does not reach the frequencies: it is not passed on, or rope_frequencies ignores it
 - rope_frequencies(head_dim, theta) => rope_frequencies(head_dim)
 an odd head width is silently rounded down
 - rope_frequencies(head_dim, theta) => rope_frequencies(head_dim - head_dim % 2, theta)
@@ -73,6 +73,10 @@ the loop counts features, but the frequencies count pairs: feature i belongs to 
 +     c, s = (position * frequencies[i]).cos(), (position * frequencies[i]).sin()
 +     out[i : i + 2, i : i + 2] = torch.tensor([[c, -s], [s, c]])
 + return out
+the frequencies have the exponent -2i/(D/2), not -2i/D: mend rope_frequencies first
++ return reference.rotation_matrix(position, head_dim, theta**2)
+the last frequency is exactly 1/theta, where it should be a little larger: mend rope_frequencies first
++ return reference.rotation_matrix(position, head_dim, theta ** (head_dim / max(1, head_dim - 2)))
 
 # precompute_rope
 positions start at 1: the first token must not be turned at all
@@ -93,7 +97,7 @@ the table is transposed: positions are its rows, pairs its columns
 - to(device, torch.complex64) => to(device, torch.complex64).T
 the table holds complex128, where complex64 is asked for
 - to(device, torch.complex64) => to(device, torch.complex128)
-theta is not passed on to the frequencies
+theta does not reach the frequencies: it is not passed on, or rope_frequencies ignores it
 + return reference.precompute_rope(head_dim, context_len, device=device)
 the device asked for is ignored
 + return reference.precompute_rope(head_dim, context_len, theta)
@@ -124,6 +128,10 @@ each row is the one before times exp(1j * frequency): in float32, the rounding e
 + return torch.cat([torch.ones_like(table), table.expand(context_len - 1, -1).cumprod(0)])[:context_len].to(device)
 an odd head width is silently rounded down
 - rope_frequencies(head_dim, theta => rope_frequencies(head_dim - head_dim % 2, theta
+the frequencies have the exponent -2i/(D/2), not -2i/D: mend rope_frequencies first
++ return reference.precompute_rope(head_dim, context_len, theta**2, device)
+the last frequency is exactly 1/theta, where it should be a little larger: mend rope_frequencies first
++ return reference.precompute_rope(head_dim, context_len, theta ** (head_dim / max(1, head_dim - 2)), device)
 
 # apply_rope
 sine and cosine exchanged

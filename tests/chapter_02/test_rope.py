@@ -118,10 +118,10 @@ def test_rope_frequencies_equal_transformers():
 
 
 def test_rotation_matrix_by_hand():
-    case("position=2, head_dim=4, theta=100: the first pair turns by 2 radians, the second by 0.2")
-    c, s, c2, s2 = math.cos(2.0), math.sin(2.0), math.cos(0.2), math.sin(0.2)
+    case("position=2, head_dim=4, theta=25: the first pair turns by 2 radians, the second by 0.4")
+    c, s, c2, s2 = math.cos(2.0), math.sin(2.0), math.cos(0.4), math.sin(0.4)
     expected = torch.tensor([[c, -s, 0, 0], [s, c, 0, 0], [0, 0, c2, -s2], [0, 0, s2, c2]])
-    expect_close(rope.rotation_matrix(2, 4, theta=100.0), expected, atol=1e-6, read=BLOCKS)
+    expect_close(rope.rotation_matrix(2, 4, theta=25.0), expected, atol=1e-6, read=BLOCKS)
 
 
 def test_rotation_matrix_at_position_0_is_the_identity():
@@ -179,10 +179,10 @@ def test_rotation_matrix_refuses_odd_width():
 
 
 def test_precompute_rope_by_hand():
-    case("head_dim=4, context_len=3, theta=100: angles m and m/10")
-    angles = [[0.0, 0.0], [1.0, 0.1], [2.0, 0.2]]
+    case("head_dim=4, context_len=3, theta=25: angles m and m/5")
+    angles = [[0.0, 0.0], [1.0, 0.2], [2.0, 0.4]]
     expected = torch.tensor([[complex(math.cos(a), math.sin(a)) for a in row] for row in angles])
-    expect_close(rope.precompute_rope(4, 3, theta=100.0), expected, atol=1e-6, read=TABLE)
+    expect_close(rope.precompute_rope(4, 3, theta=25.0), expected, atol=1e-6, read=TABLE)
 
 
 @pytest.mark.parametrize(

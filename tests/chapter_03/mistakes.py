@@ -157,7 +157,7 @@ hidden scores are set to 0, which is a score like any other
 - -math.inf => 0.0
 True and False were added to the scores as 1 and 0
 - scores.masked_fill(~mask, -math.inf) => scores + mask.to(q.dtype)
-hidden scores are set to a large negative number: a query that may see nothing sees the mean of everything
+a query that may see nothing sees the mean of everything: its scores must be -inf, and their softmax zeros
 - -math.inf => -6e4
 a query that may see nothing gets NaN, as torch.softmax returns it
 - softmax => torch.softmax
@@ -209,7 +209,7 @@ softmax over dim=2 counts axes from the front, but there may be any number of le
 the letters of einsum stand for exactly four axes: write ... for any number of leading ones
 - q / math.sqrt(q.shape[-1]) @ k.transpose(-2, -1)
 + torch.einsum("bhtd,bhsd->bhts", q / math.sqrt(q.shape[-1]), k)
-q and k were turned into float32, but v was not: a product takes two tensors of the same dtype
+the weights are float32, but v is not: a product takes two tensors of the same dtype
 - q / math.sqrt(q.shape[-1]) @ k.transpose(-2, -1)
 + q.float() / math.sqrt(q.shape[-1]) @ k.float().transpose(-2, -1)
 
@@ -449,7 +449,8 @@ the values are projected by wk instead of wv
 - v = split_heads(self.wv(x), self.n_kv_heads) => v = split_heads(self.wk(x), self.n_kv_heads)
 x is added to the result: that is the block's task, not the layer's
 - return self.wo => return x + self.wo
-the scores are divided by the square root of D twice: scaled_dot_product_attention does it already
+the scores are divided by D instead of by its square root, perhaps because both the layer and
+scaled_dot_product_attention divide
 - (q, k, v, mask) => (q / math.sqrt(self.head_dim), k, v, mask)
 with a cache, queries and keys are not rotated
 - if rope is not None: => if rope is not None and cache is None:
@@ -467,4 +468,8 @@ a mask of three axes was given a head axis: it broadcasts as it is, which makes 
 the cache was given [B, T, G, D], where it takes [B, G, T, D]
 - k, v = cache.update(k, v)
 + k, v = (heads.transpose(1, 2) for heads in cache.update(k.transpose(1, 2), v.transpose(1, 2)))
+keys and values are cut off from the graph: wk and wv learn nothing
+- repeat_kv(heads, => repeat_kv(heads.detach(),
+the scores are divided by the square root of the number of keys: mend scaled_dot_product_attention first
+- (q, k, v, mask) => (q * math.sqrt(self.head_dim / k.shape[2]), k, v, mask)
 """)
