@@ -475,11 +475,11 @@ the rows are looked up: the values are right, but there is no matrix product
 weight[ids] takes ids of uint8 for a mask, and looks up rows, where a matrix product is asked for
 + return weight[ids]
 num_classes is the largest id plus one, where it is the number of rows of the table
-- num_classes=len(weight) => num_classes=int(ids.max()) + 1
+- ids.long(), num_classes=len(weight) => ids, num_classes=int(ids.max()) + 1
 the table is detached: the values are right, but no gradient reaches it
 - @ weight => @ weight.detach()
 the one-hot rows are as wide as the largest id, not as the vocabulary
-- ids.long(), num_classes=len(weight) => ids.long()
+- ids.long(), num_classes=len(weight) => ids
 the columns of the table are taken for tokens: the product sums over the wrong axis
 + one_hot = torch.nn.functional.one_hot(ids, num_classes=weight.shape[1]).to(weight.dtype)
 + return one_hot @ weight.T
@@ -500,7 +500,11 @@ functional.embedding was called: it looks up the rows, and there is no matrix pr
 the one-hot rows are float32 whatever the table's dtype, and a product takes two tensors of the same dtype
 - one_hot.to(weight.dtype) => one_hot.float()
 the one-hot rows are integers, and a product takes two tensors of the same dtype
+- ids.long(), num_classes => ids, num_classes
 - one_hot.to(weight.dtype) => one_hot
+the one-hot rows are float32, where the table's dtype is needed, and ids are not made int64 first
+- ids.long(), num_classes => ids, num_classes
+- one_hot.to(weight.dtype) => one_hot.float()
 """)
 
 

@@ -21,7 +21,7 @@ the frequencies fall in equal steps, where each is the one before times a consta
 - 1.0 / theta**exponents => 1 - (1 - 1 / theta) * exponents
 theta is ignored: the base is always 10,000
 + return reference.rope_frequencies(head_dim, device=device)
-an odd head width is silently rounded down
+an odd head width is not refused, although it cannot be cut into pairs
 + return reference.rope_frequencies(head_dim - head_dim % 2, theta, device)
 the device asked for is ignored
 + return reference.rope_frequencies(head_dim, theta)
@@ -60,7 +60,7 @@ the frequencies have the exponent -i/D, not -2i/D: mend rope_frequencies first
 + return reference.rotation_matrix(position, head_dim, theta**0.5)
 theta does not reach the frequencies: it is not passed on, or rope_frequencies ignores it
 - rope_frequencies(head_dim, theta) => rope_frequencies(head_dim)
-an odd head width is silently rounded down
+an odd head width is not refused, although it cannot be cut into pairs
 - rope_frequencies(head_dim, theta) => rope_frequencies(head_dim - head_dim % 2, theta)
 the blocks are stacked: block_diag(*blocks) puts them along the diagonal of one matrix
 - torch.block_diag(*blocks) => torch.stack(blocks)
@@ -126,12 +126,15 @@ each row is the one before times exp(1j * frequency): in float32, the rounding e
 - return torch.polar(torch.ones_like(angles), angles).to(device, torch.complex64)
 + table = torch.polar(torch.ones_like(angles), angles)[1:2].to(torch.complex64)
 + return torch.cat([torch.ones_like(table), table.expand(context_len - 1, -1).cumprod(0)])[:context_len].to(device)
-an odd head width is silently rounded down
+an odd head width is not refused, although it cannot be cut into pairs
 - rope_frequencies(head_dim, theta => rope_frequencies(head_dim - head_dim % 2, theta
 the frequencies have the exponent -2i/(D/2), not -2i/D: mend rope_frequencies first
 + return reference.precompute_rope(head_dim, context_len, theta**2, device)
 the last frequency is exactly 1/theta, where it should be a little larger: mend rope_frequencies first
 + return reference.precompute_rope(head_dim, context_len, theta ** (head_dim / max(1, head_dim - 2)), device)
+cosines and sines are returned as a pair of tables: one table of complex numbers holds both
+- return torch.polar(torch.ones_like(angles), angles).to(device, torch.complex64)
++ return angles.cos().to(device, torch.float32), angles.sin().to(device, torch.float32)
 
 # apply_rope
 sine and cosine exchanged
@@ -262,6 +265,8 @@ n_heads was taken for the width of a head
 - h=n_heads => h=len(weight) // n_heads
 the result is float32 whatever the dtype of weight
 - rearrange(weight, => rearrange(weight.float(),
+after transpose the rows are no longer in order in memory: reshape copies them, view cannot
++ return weight.view(n_heads, -1, 2, weight.shape[1]).transpose(1, 2).view(weight.shape)
 
 # half_to_interleaved
 the two layouts exchanged: that is interleaved_to_half
@@ -282,6 +287,8 @@ n_heads was taken for the width of a head
 - h=n_heads => h=len(weight) // n_heads
 the result is float32 whatever the dtype of weight
 - rearrange(weight, => rearrange(weight.float(),
+after transpose the rows are no longer in order in memory: reshape copies them, view cannot
++ return weight.view(n_heads, 2, -1, weight.shape[1]).transpose(1, 2).view(weight.shape)
 
 # interpolate_positions
 positions are multiplied by context / trained instead of divided: they leave the range

@@ -43,9 +43,11 @@ the maximum of an empty dimension is taken, which raises an error: that case mus
 the size of a dimension is asked for, and a scalar has none; numel() counts its one number
 - x.numel() == 0 => x.shape[dim] == 0
 keepdim=True is missing from the maximum, so its axes do not line up with those of x
-- amax(dim, keepdim=True) => amax(dim)
++ weights = torch.exp(x - x.amax(dim))
++ return weights / weights.sum(dim, keepdim=True)
 keepdim=True is missing from the sum, so its axes do not line up with those of x
-- sum(dim, keepdim=True) => sum(dim)
++ weights = torch.exp(x - x.amax(dim, keepdim=True))
++ return weights / weights.sum(dim)
 the maximum is taken along the last dimension, whatever dim says
 - amax(dim => amax(-1
 the sum is taken along the last dimension, whatever dim says
@@ -70,8 +72,8 @@ float16 is computed in float32, but bfloat16 is not
 an empty result is float32 whatever the dtype of x
 - return x.clone() => return torch.zeros(x.shape)
 keepdim=True is missing from the maximum and from the sum: their axes do not line up with those of x
-- amax(dim, keepdim=True) => amax(dim)
-- sum(dim, keepdim=True) => sum(dim)
++ weights = torch.exp(x - x.amax(dim))
++ return weights / weights.sum(dim)
 max along a dimension returns values and indices: take .values, or call amax
 - wide.detach().amax(dim, keepdim=True) => wide.detach().max(dim, keepdim=True)
 - largest.masked_fill(largest == -math.inf, 0.0) => largest
@@ -84,6 +86,9 @@ size(dim) is asked for, and a scalar has no dimensions; numel() counts its one n
 - x.numel() == 0 => x.size(dim) == 0
 1e-9 was added to the sum, which takes a little from every weight: divide by 1 where the sum is 0
 - total.masked_fill(total == 0.0, 1.0) => (total + 1e-9)
+keepdim=True is missing from the sum, and nothing is subtracted before the exponential
++ weights = torch.exp(x)
++ return weights / weights.sum(dim)
 
 # causal_mask
 aligned to the first key: with a cache the last query would not see itself
@@ -232,6 +237,8 @@ the last two axes are the wrong way round: [B, H, D, T]
 - -> b h t d => -> b h d t
 the heads come before the batch: [H, B, T, D]
 - -> b h t d => -> h b t d
+the width is not checked: the error is PyTorch's own, where a ValueError with both numbers is asked for
++ return x.reshape(x.shape[0], x.shape[1], n_heads, x.shape[2] // n_heads).transpose(1, 2)
 
 # merge_heads
 a reshape without moving the heads back: positions and heads are mixed up

@@ -54,6 +54,8 @@ x is changed in place: where x is float32 already, float() is x itself, and *= w
 + wide.mul_(torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps))
 float64 comes back as float32: the result has the dtype of x
 - .to(x.dtype) => .to(x.dtype if x.dtype != torch.float64 else torch.float32)
+the cast comes before the product with a float32 weight, which makes float32 of the result again
+- (self.weight * normed).to(x.dtype) => self.weight * normed.to(x.dtype)
 
 # swiglu_hidden_dim
 the width is 4 x dim, without the two thirds
