@@ -125,6 +125,8 @@ the last pair of each word is missing
 - pairwise(symbols) => pairwise(symbols[:-1])
 symbols of several bytes are cut into bytes again before the pairs are counted
 - pairwise(symbols) => pairwise([bytes([byte]) for byte in b"".join(symbols)])
+the last symbol has no neighbour: a word has one pair less than it has symbols
+- in pairwise(symbols): => in ((symbols[at], symbols[at + 1]) for at in range(len(symbols))):
 
 # merge_pair
 only the first occurrence is merged
@@ -163,6 +165,24 @@ symbols was changed in place: copy the list first
 + return tuple(word)
 a word without the pair comes back as it was given, also a list: the result is a tuple
 - return tuple(merged) => return tuple(merged) if len(merged) < len(symbols) else symbols
+the loop looks at the neighbour of every symbol, and the last one has none
++ merged = []
++ for at in range(len(symbols)):
++     if (symbols[at], symbols[at + 1]) == pair:
++         merged.append(symbols[at] + symbols[at + 1])
++     else:
++         merged.append(symbols[at])
++ return tuple(merged)
+each symbol is compared together with its neighbour, and the last one has none
+- symbols[at] == left and at + 1 < len(symbols) and symbols[at + 1] == right => (symbols[at], symbols[at + 1]) == pair
+the loop looks at the neighbour of each symbol that begins the pair, and the last one has none
++ merged = []
++ for at in range(len(symbols)):
++     if symbols[at] == pair[0] and symbols[at + 1] == pair[1]:
++         merged.append(symbols[at] + symbols[at + 1])
++     else:
++         merged.append(symbols[at])
++ return tuple(merged)
 
 # train_bpe
 ties go to the pair that was seen first
@@ -504,6 +524,12 @@ the one-hot rows are integers, and a product takes two tensors of the same dtype
 - one_hot.to(weight.dtype) => one_hot
 the one-hot rows are float32, where the table's dtype is needed, and ids are not made int64 first
 - ids.long(), num_classes => ids, num_classes
+- one_hot.to(weight.dtype) => one_hot.float()
+the one-hot rows are integers, as wide as the largest id: they need the table's dtype and its number of rows
+- ids.long(), num_classes=len(weight) => ids
+- one_hot.to(weight.dtype) => one_hot
+the one-hot rows are float32, as wide as the largest id: they need the table's dtype and its number of rows
+- ids.long(), num_classes=len(weight) => ids
 - one_hot.to(weight.dtype) => one_hot.float()
 """)
 
