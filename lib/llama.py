@@ -40,7 +40,7 @@ class RMSNorm(nn.Module):
         """Normalise the last dimension.
 
         Args:
-            x: ``[..., C]`` of any floating dtype.
+            x: ``[..., C]`` of any floating dtype; not changed.
 
         Returns:
             A tensor of the shape and dtype of ``x``; the statistics are computed in float32.
@@ -125,7 +125,7 @@ class TransformerBlock(nn.Module):
         mask: Bool[Tensor, "t s"] | None = None,
         cache: KVCache | None = None,
     ) -> Float[Tensor, "b t c"]:
-        """``x`` plus the outputs of attention and feed-forward.
+        """``x`` plus the outputs of attention and feed-forward; ``x`` itself is not changed.
 
         Attention is called as ``attention(x, rope, mask, cache)``.
         """

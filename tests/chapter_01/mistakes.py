@@ -42,6 +42,57 @@ words are looked up in a list, where id -1 is the last word
 the text is cut at single spaces only, not at all white space
 @@ encode
 - split() => split(" ")
+a word gets a number each time it occurs: the table has each word once
+- sorted(set(text.lower().split())) => sorted(text.lower().split())
+ids begin at 1, but the first word has the id 0
+- enumerate(words)} => enumerate(words, 1)}
+- dict(enumerate(words)) => dict(enumerate(words, 1))
+a word that the table lacks raises an error instead of getting the next id
+@@ encode
++ return [self.ids[word] for word in text.lower().split()]
+a word that the table lacks is left out instead of getting the next id
+@@ encode
++ return [self.ids[word] for word in text.lower().split() if word in self.ids]
+the next id is one above the largest, and an empty table has no largest: use the number of words
+@@ encode
+- i = self.ids.setdefault(word, len(self.ids))
++ i = self.ids[word] if word in self.ids else max(self.ids.values()) + 1
++ self.ids[word] = i
+one id is skipped: the first free id is the number of words so far
+@@ encode
+- len(self.ids) => len(self.ids) + 1
+new words are forgotten after the call: encode works on a copy of the table
+@@ encode
+- ids = [] => ids, known = [], dict(self.ids)
+- self.ids.setdefault(word, len(self.ids)) => known.setdefault(word, len(known))
+new words get ids in sorted order, where the first to occur gets the next one
+@@ encode
++ for word in sorted(set(text.lower().split())):
++     self.words[self.ids.setdefault(word, len(self.ids))] = word
++ return [self.ids[word] for word in text.lower().split()]
+an unknown id becomes <unk>, where a KeyError that names the id is asked for
+- self.words[i] for => self.words.get(i, "<unk>") for
+the words are in a list, whose error for an unknown id is an IndexError
+@@ decode
++ words = list(self.ids)
++ return " ".join(words[i] for i in ids)
+the words are joined without spaces
+- " ".join => "".join
+a space follows every word, also the last: join puts spaces between words only
+- " ".join(self.words[i] for i in ids) => "".join(self.words[i] + " " for i in ids)
+the first text is cut at single spaces only, not at all white space
+@@ __init__
+- split() => split(" ")
+both texts are cut at single spaces only, not at all white space
+@@ __init__
+- split() => split(" ")
+@@ encode
+- split() => split(" ")
+punctuation is cut off, where a word is everything between two white spaces
+@@ __init__
+- text.lower().split() => regex.findall("[a-zA-Z]+", text.lower())
+@@ encode
+- text.lower().split() => regex.findall("[a-zA-Z]+", text.lower())
 
 # count_pairs
 each distinct word counts once, however often the text has it
@@ -66,6 +117,16 @@ occurrences that overlap are skipped: positions are counted, not merges
 +     if last.get(pair) != at - 1:
 +         pairs[pair] += count
 +         last[pair] = at
+the count of a later word replaces those of the words before it
+- += count => = count
+the joined bytes are the key, where the pair itself is asked for
+- pairs[pair] => pairs[b"".join(pair)]
+the last pair of each word is missing
+- pairwise(symbols) => pairwise(symbols[:-1])
+symbols of several bytes are cut into bytes again before the pairs are counted
+- pairwise(symbols) => pairwise([bytes([byte]) for byte in b"".join(symbols)])
+the last symbol has no neighbour: a word has one pair less than it has symbols
+- in pairwise(symbols): => in ((symbols[at], symbols[at + 1]) for at in range(len(symbols))):
 
 # merge_pair
 only the first occurrence is merged
@@ -86,6 +147,42 @@ the last symbol is lost when it is not merged
 - at < len(symbols): => at < len(symbols) - 1:
 the second symbol of a merged pair comes again: it is not skipped (in a for loop over a range, i += 1 skips nothing)
 - at += 2 => at += 1
+the result is a list, but words are tuples: a list cannot be the key of a dictionary
+- return tuple(merged) => return merged
+the last symbol has no neighbour: ask whether there is one before you look at it
+- at + 1 < len(symbols) and symbols[at + 1] == right => symbols[at + 1] == right
+the pair itself stands in the word, where its joined bytes belong
+- left + right => pair
+the last symbol is added even if a merge has used it
+- at < len(symbols): => at < len(symbols) - 1:
+- return tuple(merged) => return (*merged, *symbols[-1:])
+symbols was changed in place: copy the list first
++ word, at = symbols if isinstance(symbols, list) else list(symbols), 0
++ while at < len(word) - 1:
++     if tuple(word[at : at + 2]) == pair:
++         word[at : at + 2] = [b"".join(pair)]
++     at += 1
++ return tuple(word)
+a word without the pair comes back as it was given, also a list: the result is a tuple
+- return tuple(merged) => return tuple(merged) if len(merged) < len(symbols) else symbols
+the loop looks at the neighbour of every symbol, and the last one has none
++ merged = []
++ for at in range(len(symbols)):
++     if (symbols[at], symbols[at + 1]) == pair:
++         merged.append(symbols[at] + symbols[at + 1])
++     else:
++         merged.append(symbols[at])
++ return tuple(merged)
+each symbol is compared together with its neighbour, and the last one has none
+- symbols[at] == left and at + 1 < len(symbols) and symbols[at + 1] == right => (symbols[at], symbols[at + 1]) == pair
+the loop looks at the neighbour of each symbol that begins the pair, and the last one has none
++ merged = []
++ for at in range(len(symbols)):
++     if symbols[at] == pair[0] and symbols[at + 1] == pair[1]:
++         merged.append(symbols[at] + symbols[at + 1])
++     else:
++         merged.append(symbols[at])
++ return tuple(merged)
 
 # train_bpe
 ties go to the pair that was seen first
@@ -196,6 +293,63 @@ a merge replaces the set of words that contain a pair instead of adding to it: w
 + index = Index(
 words are noted in the form that they had before a merge, and the old forms are counted again later
 - _PairIndex( => OldForms(
+bytes yield numbers when they are iterated over: a symbol is a bytes object, bytes([number])
+- tuple(_bytes_of(word)) => tuple(word.encode())
+words are cut into characters, where the first symbols are single bytes
+- tuple(_bytes_of(word)) => tuple(letter.encode() for letter in word)
+chr(b).encode() is UTF-8, which takes two bytes from 128 on: bytes([b]) is a single one
+- bytes([byte]) for byte in range(256) => chr(byte).encode() for byte in range(256)
+the text is put in lower case
+- .split(text) => .split(text.lower())
+the special tokens come before the merges: they are the last ones
+- tokens += [left + right for left, right in merges]
+- tokens += [token.encode() for token in special_tokens]
++ tokens += [token.encode() for token in special_tokens]
++ tokens += [left + right for left, right in merges]
+the special tokens are strings in the vocabulary, where bytes are asked for
+- [token.encode() for token in special_tokens] => list(special_tokens)
+the vocabulary goes from bytes to ids, where it should go from ids to bytes
+- dict(enumerate(tokens)) => {token: i for i, token in enumerate(tokens)}
+the merges are lists, where each should be a tuple of two
+- merges.append(pair) => merges.append(list(pair))
+vocabulary and merges are returned in the other order
+- dict(enumerate(tokens)), merges => merges, dict(enumerate(tokens))
+one merge too many: there is room for vocab_size minus 256 minus the special tokens
+- len(merges) < n_merges => len(merges) <= n_merges
+one merge too few: there is room for vocab_size minus 256 minus the special tokens
+- vocab_size - 256 - len(special_tokens) => vocab_size - 257 - len(special_tokens)
+- n_merges < 0 => n_merges < -1
+a vocab_size with no room for a merge is refused, although the bytes and the special tokens fit
+- n_merges < 0 => n_merges <= 0
+a pair that occurs only once is not merged: training stops only when no pair is left
+- (pair := index.most_frequent()) => (pair := index.most_frequent()) and index.counts[pair] > 1
+max of an empty table raises an error: stop when no pair is left
+- index = _PairIndex(
++ class Index(Tables):
++     def most_frequent(self):
++         return max(self.counts, key=lambda pair: (self.counts[pair], pair))
++ index = Index(
+a special token is replaced by a space, which then belongs to the word after it
+- _special_pattern(special_tokens).split(text)[::2] => [" ".join(_special_pattern(special_tokens).split(text)[::2])]
+a special token is replaced by a line break, which joins the white space around it into one word
+- _special_pattern(special_tokens).split(text)[::2] => [chr(10).join(_special_pattern(special_tokens).split(text)[::2])]
+the white space beside a special token is stripped, but it is a part of the text
+- map(PRE_TOKEN.findall, pieces) => (PRE_TOKEN.findall(piece.strip()) for piece in pieces)
+an entry of the heap whose count has fallen is thrown away: the pair should go back with its new count
+@@ _PairIndex.most_frequent
+- if self.counts[pair]:
+-     heapq.heappush(self.heap, _LargestFirst((self.counts[pair], pair)))
++
+the word itself is not replaced by its merged form
+- index = _PairIndex(
++ class Index(Tables):
++     def merge(self, best):
++         before = list(self.words)
++         super().merge(best)
++         self.words = before
++ index = Index(
+the pairs beside each merged symbol are counted one by one, which goes wrong where two merged symbols are neighbours
+- _PairIndex( => Neighbours(
 
 # BPETokenizer
 the longest token that fits is taken from the left; the order of the merges is ignored
@@ -235,7 +389,7 @@ pairs are merged across words: the text is not cut by PRE_TOKEN first
 each token is decoded alone, which breaks characters of several tokens
 - b"".join(self.vocab[i] for i in ids).decode(errors="replace")
 + "".join(self.vocab[i].decode(errors="replace") for i in ids)
-invalid bytes raise an error, or vanish, instead of becoming U+FFFD
+invalid bytes vanish instead of becoming U+FFFD
 - errors="replace" => errors="ignore"
 an unknown id is silently left out of the text
 - self.vocab[i] for i => self.vocab.get(i, b"") for i
@@ -282,15 +436,70 @@ every word is remembered, even in a stream: the table of words grows with the te
 - max_words=2048 => max_words=10**9
 every word is merged again each time it occurs
 - self[word] = ids => ids
+the pair that comes last in merges is joined first
+- min(known) => max(known)
+only one pair of a word is joined: repeat it until no pair of the word is a merge
+- while known := [self.ranks[pair] for pair in pairwise(symbols) if pair in self.ranks]:
++ if known := [self.ranks[pair] for pair in pairwise(symbols) if pair in self.ranks]:
+invalid bytes raise an error instead of becoming U+FFFD
+- errors="replace" => errors="strict"
+the text is put in lower case
+@@ encode
+- split(text) => split(text.lower())
+the text is normalized first, which makes one character of a letter and its accent
+@@ encode
+- split(text) => split(unicodedata.normalize("NFC", text))
++ import unicodedata
+  ids: list[int] = []
+half of a surrogate pair is left out or replaced, where UnicodeEncodeError is asked for
+@@ _bytes_of
+- word.encode() => word.encode(errors="ignore")
+a special token that the vocabulary has already gets a new id
+- if token.encode() not in self.ids: => if True:
+the special tokens get their ids in the order of their lengths, not as they were given
+- list(special_tokens or ()) => sorted(special_tokens, key=len, reverse=True)
+the list of special tokens was sorted in place, which changes the caller's
++ if isinstance(special_tokens, list):
++     special_tokens.sort(key=len, reverse=True)
+  self._special = _special_pattern(self.special_tokens)
+special_tokens.sort() changes the caller's list, and with it the order of the new ids
+- self.special_tokens = list(special_tokens or ())
++ if isinstance(special_tokens, list):
++     special_tokens.sort(key=len, reverse=True)
++ self.special_tokens = list(special_tokens)
+the whole stream is read as soon as encode_iterable is called, before an id is asked for
+@@ encode_iterable
++ return iter(self.encode("".join(chunks)))
+each line of a stream is encoded alone, but a run of line breaks is one word
+@@ encode_iterable
++ buffer = ""
++ for chunk in chunks:
++     *lines, buffer = (buffer + chunk).split(chr(10))
++     yield from chain.from_iterable(self.encode(line + chr(10)) for line in lines)
++ yield from self.encode(buffer)
+the stream is cut at its last space, but a run of spaces is one word up to the last of them
+@@ encode_iterable
++ buffer = ""
++ for chunk in chunks:
++     buffer += chunk
++     at = max(0, buffer.rfind(" "))
++     yield from self.encode(buffer[:at])
++     buffer = buffer[at:]
++ yield from self.encode(buffer)
+the shortest special token is tried first, so a longer one that begins with it is never found
+- reverse=True => reverse=False
 
 # embed
 the rows are looked up: the values are right, but there is no matrix product
++ return weight[ids.long()]
+weight[ids] takes ids of uint8 for a mask, and looks up rows, where a matrix product is asked for
 + return weight[ids]
+num_classes is the largest id plus one, where it is the number of rows of the table
+- ids.long(), num_classes=len(weight) => ids, num_classes=int(ids.max()) + 1
 the table is detached: the values are right, but no gradient reaches it
 - @ weight => @ weight.detach()
 the one-hot rows are as wide as the largest id, not as the vocabulary
-+ one_hot = torch.nn.functional.one_hot(ids).to(weight.dtype)
-+ return one_hot @ weight[: one_hot.shape[-1]] if ids.max() < 2 else one_hot @ weight
+- ids.long(), num_classes=len(weight) => ids
 the columns of the table are taken for tokens: the product sums over the wrong axis
 + one_hot = torch.nn.functional.one_hot(ids, num_classes=weight.shape[1]).to(weight.dtype)
 + return one_hot @ weight.T
@@ -306,6 +515,22 @@ a token that occurs twice is used once: the one-hot rows are made of the distinc
 +         one_hot.view(-1, len(weight))[at, i] = 1
 +         seen.add(i)
 + return one_hot @ weight
+functional.embedding was called: it looks up the rows, and there is no matrix product
++ return torch.nn.functional.embedding(ids, weight)
+the one-hot rows are float32 whatever the table's dtype, and a product takes two tensors of the same dtype
+- one_hot.to(weight.dtype) => one_hot.float()
+the one-hot rows are integers, and a product takes two tensors of the same dtype
+- ids.long(), num_classes => ids, num_classes
+- one_hot.to(weight.dtype) => one_hot
+the one-hot rows are float32, where the table's dtype is needed, and ids are not made int64 first
+- ids.long(), num_classes => ids, num_classes
+- one_hot.to(weight.dtype) => one_hot.float()
+the one-hot rows are integers, as wide as the largest id: they need the table's dtype and its number of rows
+- ids.long(), num_classes=len(weight) => ids
+- one_hot.to(weight.dtype) => one_hot
+the one-hot rows are float32, as wide as the largest id: they need the table's dtype and its number of rows
+- ids.long(), num_classes=len(weight) => ids
+- one_hot.to(weight.dtype) => one_hot.float()
 """)
 
 
@@ -344,6 +569,26 @@ class Tables:
                 self.counts[pair] += self.times(n)
                 self.add_holder(pair, n)
         self.counts = Counter({pair: count for pair, count in self.counts.items() if count > 0 and pair != best})
+
+
+class Neighbours(Tables):
+    """The same, where only the pairs beside each merged symbol are counted again."""
+
+    def merge(self, best):
+        joined = b"".join(best)
+        for n in sorted(self.holders.get(best, ())):
+            self.words[n] = word = reference.merge_pair(self.words[n], best)
+            for at in (at for at, symbol in enumerate(word) if symbol == joined):
+                if at > 0:
+                    self.move((word[at - 1], best[0]), (word[at - 1], joined), n)
+                if at + 1 < len(word):
+                    self.move((best[1], word[at + 1]), (joined, word[at + 1]), n)
+        self.counts = Counter({pair: count for pair, count in self.counts.items() if count > 0 and pair != best})
+
+    def move(self, before, after, n):
+        self.counts[before] -= self.times(n)
+        self.counts[after] += self.times(n)
+        self.add_holder(after, n)
 
 
 class OldForms:

@@ -162,6 +162,9 @@ def test_WordTokenizer_is_cut_at_any_white_space():
     tokenizer = tokenization.WordTokenizer("  one\ttwo\n\nthree  ")
     expect_equal(tokenizer.encode("three\n two\t\tone\n"), [1, 2, 0], name="ids")
     expect_equal(tokenizer.encode(" \n "), [], name="ids of white space")
+    case('punctuation is a part of its word: the table of "two, one"')
+    tokenizer = tokenization.WordTokenizer("two, one")
+    expect_equal(tokenizer.encode("one two, two"), [0, 1, 2], name="ids")
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -265,8 +268,8 @@ def test_merge_pair_joins_whole_symbols():
 
 def test_merge_pair_absent_and_short():
     for symbols in [(), (b"a",), (b"b", b"a"), (b"c", b"a", b"c", b"b")]:
-        case(f"{symbols}, pair (a, b)")
-        expect_equal(tokenization.merge_pair(symbols, (b"a", b"b")), symbols, name="symbols", read=MERGE)
+        case(f"{list(symbols)}, pair (a, b)")
+        expect_equal(tokenization.merge_pair(list(symbols), (b"a", b"b")), symbols, name="symbols", read=MERGE)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -321,6 +324,9 @@ def test_train_bpe_special_tokens_are_cut_out():
     case("no pair goes across a special token")
     _, merges = tokenization.train_bpe("ab.cd.ab.cd", 300, ["."])
     expect_equal(merges, [(b"c", b"d"), (b"a", b"b")], name="merges")
+    case('special token "<|z|>", text "ab <|z|> ab": its words are "ab", " " and " ab"')
+    _, merges = tokenization.train_bpe("ab <|z|> ab", 300, ["<|z|>"])
+    expect_equal(merges, [(b"a", b"b"), (b" ", b"ab")], name="merges")
     case("special tokens <a> and <a><b>: the longer is cut out whole")
     _, merges = tokenization.train_bpe("x<a><b>" * 3, 300, ["<a>", "<a><b>"])
     expect_equal(merges, [], name="merges")
@@ -483,6 +489,11 @@ def test_BPETokenizer_bytes_of_one_character():
     tokenizer = hand_made()
     expect_equal(tokenizer.encode("🙂"), list("🙂".encode()), name="ids")
     expect_equal(tokenizer.decode(list("é🙂".encode())), "é🙂", name="text")
+    case("e and the accent U+0301, two characters of one and two bytes: the text is not changed")
+    expect_equal(tokenizer.encode("e\u0301"), [0x65, 0xCC, 0x81], name="ids")
+    case("U+D800, half of a surrogate pair")
+    with expect_raises(UnicodeEncodeError, read="the contract, under Convention"):
+        tokenizer.encode("a\ud800")
 
 
 @pytest.mark.parametrize("ids", [[0xF0, 0x9F, 0x99], [97, 0xFF, 98], [0xE7, 97], [0x80, 0x80]])
@@ -515,7 +526,7 @@ def test_BPETokenizer_special_tokens():
 
 
 def test_BPETokenizer_longest_special_token_wins():
-    for special_tokens in (["<a>", "<a><b>"], ["<a><b>", "<a>"]):
+    for special_tokens in (["<a><b>", "<a>"], ["<a>", "<a><b>"]):
         case(f"special tokens {special_tokens}")
         tokenizer = hand_made(special_tokens)
         one, two = (261 + special_tokens.index(token) for token in ("<a>", "<a><b>"))

@@ -118,10 +118,10 @@ def test_rope_frequencies_equal_transformers():
 
 
 def test_rotation_matrix_by_hand():
-    case("position=2, head_dim=4, theta=100: the first pair turns by 2 radians, the second by 0.2")
-    c, s, c2, s2 = math.cos(2.0), math.sin(2.0), math.cos(0.2), math.sin(0.2)
+    case("position=2, head_dim=4, theta=25: the first pair turns by 2 radians, the second by 0.4")
+    c, s, c2, s2 = math.cos(2.0), math.sin(2.0), math.cos(0.4), math.sin(0.4)
     expected = torch.tensor([[c, -s, 0, 0], [s, c, 0, 0], [0, 0, c2, -s2], [0, 0, s2, c2]])
-    expect_close(rope.rotation_matrix(2, 4, theta=100.0), expected, atol=1e-6, read=BLOCKS)
+    expect_close(rope.rotation_matrix(2, 4, theta=25.0), expected, atol=1e-6, read=BLOCKS)
 
 
 def test_rotation_matrix_at_position_0_is_the_identity():
@@ -179,10 +179,10 @@ def test_rotation_matrix_refuses_odd_width():
 
 
 def test_precompute_rope_by_hand():
-    case("head_dim=4, context_len=3, theta=100: angles m and m/10")
-    angles = [[0.0, 0.0], [1.0, 0.1], [2.0, 0.2]]
+    case("head_dim=4, context_len=3, theta=25: angles m and m/5")
+    angles = [[0.0, 0.0], [1.0, 0.2], [2.0, 0.4]]
     expected = torch.tensor([[complex(math.cos(a), math.sin(a)) for a in row] for row in angles])
-    expect_close(rope.precompute_rope(4, 3, theta=100.0), expected, atol=1e-6, read=TABLE)
+    expect_close(rope.precompute_rope(4, 3, theta=25.0), expected, atol=1e-6, read=TABLE)
 
 
 @pytest.mark.parametrize(
@@ -332,6 +332,8 @@ def test_apply_rope_takes_later_positions():
     case("b=1 t=3 h=2 d=8, rows 4 to 6 of a longer table, as a cache of keys needs them")
     x, angles = randn(1, 3, 2, 8), make_angles(7, 8)
     expect_close(rope.apply_rope(x, make_table(angles)[4:]), turn(x, angles[4:]).float(), atol=1e-5, read=APPLY)
+    case("b=1 t=3 h=2 d=8, the same rows, float64")
+    expect_close(rope.apply_rope(x.double(), make_table(angles)[4:]), turn(x, angles[4:]), atol=1e-5, read=APPLY)
 
 
 @pytest.mark.parametrize("rows", [7, 1, 13])
@@ -342,9 +344,10 @@ def test_apply_rope_refuses_a_table_of_another_length(rows):
 
 
 def test_apply_rope_refuses_a_table_of_another_width():
-    case("x of head width 8, a table of one pair, which would broadcast")
-    with expect_raises(ValueError, "5, 1", "5, 4", read="the contract, under Raises"):
-        rope.apply_rope(randn(1, 5, 3, 8), make_table(make_angles(5, 2)))
+    for n_rows, size in ((1, "one row and one pair"), (5, "one pair")):
+        case(f"x of 5 positions and head width 8, a table of {size}, which would broadcast")
+        with expect_raises(ValueError, f"{n_rows}, 1", "5, 4", read="the contract, under Raises"):
+            rope.apply_rope(randn(1, 5, 3, 8), make_table(make_angles(n_rows, 2)))
 
 
 @pytest.mark.time_limit(60)  # where Transformers is imported; else milliseconds
@@ -498,11 +501,13 @@ def test_half_to_interleaved_gives_transformers_scores():
 
 
 def test_half_to_interleaved_leaves_weight_unchanged():
-    case("n_heads=2, head_dim=6: weight after the call")
-    weight = randn(12, 3)
+    case("n_heads=2, head_dim=6, bfloat16: weight after the call")
+    weight = randn(12, 3, dtype=torch.bfloat16)
     before = weight.clone()
     out = rope.half_to_interleaved(weight, 2)
     expect_close(weight, before, atol=0.0, rtol=0.0, name="weight", answer=out, read="the contract")
+    case("n_heads=2, head_dim=6, bfloat16: the dtype")
+    expect_equal(str(out.dtype), "torch.bfloat16", name="out.dtype", answer=out, read="the contract")
 
 
 # ---- interpolate_positions -------------------------------------------------------------------------------------------

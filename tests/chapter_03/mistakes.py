@@ -33,8 +33,7 @@ the weights are left in float32 instead of going back to the dtype of x
 float64 is cast down to float32
 - x.to(torch.promote_types(x.dtype, torch.float32)) => x.float()
 x was changed in place
-+ x.data.copy_(wide - largest)
-  return (weights
+- wide - largest.masked_fill(largest == -math.inf, 0.0) => wide.sub_(largest.masked_fill(largest == -math.inf, 0.0))
 the result is cut off from the graph
 - x.to(torch.promote_types => x.detach().to(torch.promote_types
 the maximum of an empty dimension is taken, which raises an error: that case must return early
@@ -43,6 +42,53 @@ the maximum of an empty dimension is taken, which raises an error: that case mus
 +
 the size of a dimension is asked for, and a scalar has none; numel() counts its one number
 - x.numel() == 0 => x.shape[dim] == 0
+keepdim=True is missing from the maximum, so its axes do not line up with those of x
++ weights = torch.exp(x - x.amax(dim))
++ return weights / weights.sum(dim, keepdim=True)
+keepdim=True is missing from the sum, so its axes do not line up with those of x
++ weights = torch.exp(x - x.amax(dim, keepdim=True))
++ return weights / weights.sum(dim)
+the maximum is taken along the last dimension, whatever dim says
+- amax(dim => amax(-1
+the sum is taken along the last dimension, whatever dim says
+- weights.sum(dim => weights.sum(-1
+the mean is subtracted instead of the maximum, so the largest score can still overflow
+- wide.detach().amax(dim => wide.detach().mean(dim
+the largest absolute value is subtracted: where scores are negative, that is far above their maximum
+- wide.detach().amax => wide.detach().abs().amax
+exp(x - logsumexp(x)): adding the logarithm to a large maximum rounds it away
++ wide = x.to(torch.promote_types(x.dtype, torch.float32))
++ total = wide.logsumexp(dim, keepdim=True)
++ return torch.exp(wide - total.masked_fill(total == -math.inf, 0.0)).to(x.dtype)
+1e-6 was added to the sum, which takes a little from every weight: divide by 1 where the sum is 0
+- total.masked_fill(total == 0.0, 1.0) => (total + 1e-6)
+1e-8 was added to the sum, which takes a little from every weight: divide by 1 where the sum is 0
+- total.masked_fill(total == 0.0, 1.0) => (total + 1e-8)
+the exponentials were rounded to the dtype of x before they were summed and divided
+- torch.exp(wide - largest.masked_fill(largest == -math.inf, 0.0))
++ torch.exp(wide - largest.masked_fill(largest == -math.inf, 0.0)).to(x.dtype).to(wide.dtype)
+float16 is computed in float32, but bfloat16 is not
+- x.to(torch.promote_types(x.dtype, torch.float32)) => x.float() if x.dtype == torch.float16 else x
+an empty result is float32 whatever the dtype of x
+- return x.clone() => return torch.zeros(x.shape)
+keepdim=True is missing from the maximum and from the sum: their axes do not line up with those of x
++ weights = torch.exp(x - x.amax(dim))
++ return weights / weights.sum(dim)
+max along a dimension returns values and indices: take .values, or call amax
+- wide.detach().amax(dim, keepdim=True) => wide.detach().max(dim, keepdim=True)
+- largest.masked_fill(largest == -math.inf, 0.0) => largest
+max(dim) of an empty dimension raises an error: return early if there is nothing to weigh
+- if x.numel() == 0:
+-     return x.clone()
++
+- amax(dim, keepdim=True) => max(dim, keepdim=True).values
+size(dim) is asked for, and a scalar has no dimensions; numel() counts its one number
+- x.numel() == 0 => x.size(dim) == 0
+1e-9 was added to the sum, which takes a little from every weight: divide by 1 where the sum is 0
+- total.masked_fill(total == 0.0, 1.0) => (total + 1e-9)
+keepdim=True is missing from the sum, and nothing is subtracted before the exponential
++ weights = torch.exp(x)
++ return weights / weights.sum(dim)
 
 # causal_mask
 aligned to the first key: with a cache the last query would not see itself
@@ -68,6 +114,23 @@ the mask is square: it has no columns for the keys in the cache
 + return reference.causal_mask(n_queries, n_queries, device)
 the device asked for is ignored
 - dtype=torch.bool, device=device => dtype=torch.bool
+the tensors that are compared are on different devices: device is given to one of them only
+- torch.ones(n_queries, n_keys, dtype=torch.bool, device=device).tril(n_keys - n_queries)
++ torch.arange(n_keys, device=device) <= torch.arange(n_queries)[:, None] + (n_keys - n_queries)
+blocks are joined whose widths are T and S - T, which is negative if there are fewer keys than queries
++ new = torch.ones(n_queries, n_queries, dtype=torch.bool, device=device).tril()
++ return torch.cat([torch.ones(n_queries, n_keys - n_queries, dtype=torch.bool, device=device), new], dim=1)
+the last rows of a square mask of the keys: with fewer keys than queries, it has too few rows
++ return torch.ones(n_keys, n_keys, dtype=torch.bool, device=device).tril()[-n_queries:]
+the columns of the cache stand last: its keys are the first ones
++ new = torch.ones(n_queries, n_queries, dtype=torch.bool, device=device).tril()
++ return torch.cat([new, torch.ones(n_queries, max(0, n_keys - n_queries), dtype=torch.bool, device=device)], dim=1)
+the keys of the cache are hidden: they lie in the past, so every query may see them
++ mask = reference.causal_mask(n_queries, n_keys, device)
++ mask[:, : max(0, n_keys - n_queries)] = False
++ return mask
+with fewer keys than queries, S - T is negative, but it was cut off at 0
+- n_keys - n_queries => max(0, n_keys - n_queries)
 
 # scaled_dot_product_attention
 the scores are not divided by the square root of D
@@ -99,7 +162,7 @@ hidden scores are set to 0, which is a score like any other
 - -math.inf => 0.0
 True and False were added to the scores as 1 and 0
 - scores.masked_fill(~mask, -math.inf) => scores + mask.to(q.dtype)
-hidden scores are set to a large negative number: a query that may see nothing sees the mean of everything
+a query that may see nothing sees the mean of everything: its scores must be -inf, and their softmax zeros
 - -math.inf => -6e4
 a query that may see nothing gets NaN, as torch.softmax returns it
 - softmax => torch.softmax
@@ -128,6 +191,32 @@ queries are processed one by one in a loop, where one product is enough
 a tensor of T x S x D products is stored, where a matrix product sums as it goes
 - q / math.sqrt(q.shape[-1]) @ k.transpose(-2, -1)
 + ((q / math.sqrt(q.shape[-1]))[..., :, None, :] * k[..., None, :, :]).sum(-1)
+transpose(2, 3) counts axes from the front, but there may be any number of leading ones: use -2 and -1
+- k.transpose(-2, -1) => k.transpose(2, 3)
+transpose(1, 2) counts axes from the front, but there may be any number of leading ones: use -2 and -1
+- k.transpose(-2, -1) => k.transpose(1, 2)
+softmax over dim=3 counts axes from the front, but there may be any number of leading ones: use -1
+- dim=-1 => dim=3
+the square root is that of the number of queries, not of the width of a head
+- math.sqrt(q.shape[-1]) => math.sqrt(q.shape[-2])
+q was divided in place, which changes the tensor of the caller
+- q / math.sqrt(q.shape[-1]) @ k.transpose(-2, -1) => q.div_(math.sqrt(q.shape[-1])) @ k.transpose(-2, -1)
+the mask was turned into float32 numbers and added, which turns float16 scores into float32 too
+- scores.masked_fill(~mask, -math.inf) => scores + torch.zeros(mask.shape).masked_fill(~mask, -math.inf)
+the weights are returned too, where only the means are asked for
+- return softmax(scores, dim=-1) @ v => return softmax(scores, dim=-1) @ v, softmax(scores, dim=-1)
+the weights are returned, not the means of the values
+- softmax(scores, dim=-1) @ v => softmax(scores, dim=-1)
+softmax over dim=1 counts axes from the front, but there may be any number of leading ones: use -1
+- dim=-1 => dim=1
+softmax over dim=2 counts axes from the front, but there may be any number of leading ones: use -1
+- dim=-1 => dim=2
+the letters of einsum stand for exactly four axes: write ... for any number of leading ones
+- q / math.sqrt(q.shape[-1]) @ k.transpose(-2, -1)
++ torch.einsum("bhtd,bhsd->bhts", q / math.sqrt(q.shape[-1]), k)
+the weights are float32, but v is not: a product takes two tensors of the same dtype
+- q / math.sqrt(q.shape[-1]) @ k.transpose(-2, -1)
++ q.float() / math.sqrt(q.shape[-1]) @ k.float().transpose(-2, -1)
 
 # split_heads
 a reshape to [B, H, T, D] without moving an axis: positions and heads are mixed up
@@ -142,6 +231,14 @@ a width that does not divide is silently cut off
 + width = max(n_heads, x.shape[-1] // n_heads * n_heads)
 + padded = torch.nn.functional.pad(x, (0, max(0, width - x.shape[-1])))
 + return reference.split_heads(padded[..., :width], n_heads)
+the width is not checked: the error is einops' own, where a ValueError with both numbers is asked for
+- x.shape[-1] % n_heads => False
+the last two axes are the wrong way round: [B, H, D, T]
+- -> b h t d => -> b h d t
+the heads come before the batch: [H, B, T, D]
+- -> b h t d => -> h b t d
+the width is not checked: the error is PyTorch's own, where a ValueError with both numbers is asked for
++ return x.reshape(x.shape[0], x.shape[1], n_heads, x.shape[2] // n_heads).transpose(1, 2)
 
 # merge_heads
 a reshape without moving the heads back: positions and heads are mixed up
@@ -154,6 +251,10 @@ the heads are back behind the positions, [B, T, H, D], but not joined
 + return x.transpose(1, 2)
 the last two axes are the wrong way round: [B, H*D, T]
 - b t (h d) => b (h d) t
+after transpose the numbers of a position are not side by side in memory: reshape copies them, view cannot
++ return x.transpose(1, 2).view(x.shape[0], x.shape[2], -1)
+positions and features were joined, [B, H, T*D], instead of heads and features
++ return x.flatten(2)
 
 # repeat_kv
 the groups alternate (0, 1, 0, 1), where the copies of one should be side by side (0, 0, 1, 1)
@@ -170,6 +271,12 @@ the copies are cut off from the graph, so that no gradient reaches the group
 - x, "b => x.detach(), "b
 n_repeats was taken as the total number of heads
 - r=n_repeats => r=max(1, n_repeats // x.shape[1])
+the features were repeated instead of the heads
+- b (g r) t d => b g t (d r)
+repeat_interleave without dim flattens the tensor first
++ return x.repeat_interleave(n_repeats)
+expand repeats only an axis of size 1: make a new one after the groups, and join the two after that
++ return x.expand(-1, x.shape[1] * n_repeats, -1, -1)
 
 # KVCache
 tensors are concatenated at each update: the whole past is copied for every token
@@ -230,6 +337,22 @@ the third axis is read before the number of axes is checked
 + if self.length + k.shape[2] > max_len:
 +     raise ValueError(f"{self.length} + {k.shape[2]} > {max_len}")
   expected =
+only the new positions are compared with max_len, not those held and the new ones together
+- end > max_len => k.shape[2] > max_len
+only the shape of the keys is checked, not that of the values
+- (("keys", k), ("values", v)) => (("keys", k),)
+the new positions were written along the axis of the heads: positions are the third axis
+- self.keys[:, :, start:end] = k => self.keys[:, start:end] = k
+- self.values[:, :, start:end] = v => self.values[:, start:end] = v
+what fits is written before the rest is refused
+- if end > max_len:
++ self.keys[:, :, start:end] = k[:, :, : max_len - start]
++ self.values[:, :, start:end] = v[:, :, : max_len - start]
++ if end > max_len:
+max_len is not checked: the error is PyTorch's, where a ValueError with the arithmetic is asked for
+- if end > max_len: => if False:
+the new values are never written
+- self.values[:, :, start:end] = v =>
 
 # MultiHeadAttention
 the output projection wo is left out
@@ -313,4 +436,47 @@ heads of queries that are no multiple of the key/value heads are accepted
 - raise ValueError(f"n_heads = {n_heads} is not a multiple of n_kv_heads = {n_kv_heads}") => n_kv_heads = 1
 the result is cut off from the graph before wo: wq, wk and wv learn nothing
 - scaled_dot_product_attention(q, k, v, mask) => scaled_dot_product_attention(q, k, v, mask).detach()
+the mask was inverted: True means that a query may attend here too
+- (q, k, v, mask) => (q, k, v, None if mask is None else ~mask)
+without a mask it hides the future, where None means that every position may attend to every other
+- (q, k, v, mask) => (q, k, v, causal_mask(q.shape[2], k.shape[2]) if mask is None else mask)
+keys and values are not repeated for the query heads that share them
+- k, v = (repeat_kv(heads, self.n_heads // self.n_kv_heads) for heads in (k, v)) =>
+keys and values are repeated G times, where H / G copies are needed
+- repeat_kv(heads, self.n_heads // self.n_kv_heads) => repeat_kv(heads, self.n_kv_heads)
+n_kv_heads=None was taken as one head: it means as many as the queries have
+- n_heads if n_kv_heads is None => 1 if n_kv_heads is None
+the width of a head was taken as C / G, where it is C / H for queries, keys and values
+- dim // n_heads => dim // n_kv_heads
+split_heads was given the width of a head, where it takes their number
+- split_heads(self.wq(x), self.n_heads) => split_heads(self.wq(x), self.head_dim)
+keys and values are exchanged on the way into the cache
+- cache.update(k, v) => cache.update(v, k)
+the values are projected by wk instead of wv
+- v = split_heads(self.wv(x), self.n_kv_heads) => v = split_heads(self.wk(x), self.n_kv_heads)
+x is added to the result: that is the block's task, not the layer's
+- return self.wo => return x + self.wo
+the scores are divided by D instead of by its square root, perhaps because both the layer and
+scaled_dot_product_attention divide
+- (q, k, v, mask) => (q / math.sqrt(self.head_dim), k, v, mask)
+with a cache, queries and keys are not rotated
+- if rope is not None: => if rope is not None and cache is None:
+the result of apply_rope is [B, T, H, D], and was not transposed back
+- apply_rope(heads.transpose(1, 2), rope).transpose(1, 2) => apply_rope(heads.transpose(1, 2), rope)
+wo has a bias
+- self.wo = nn.Linear(n_heads * self.head_dim, dim, bias=False) => self.wo = nn.Linear(n_heads * self.head_dim, dim)
+the keys are cut off from the graph: wk learns nothing
+- split_heads(self.wk(x), self.n_kv_heads) => split_heads(self.wk(x), self.n_kv_heads).detach()
+the queries are projected by wk and the keys by wq
+- q, k = split_heads(self.wq(x), self.n_heads), split_heads(self.wk(x), self.n_kv_heads)
++ k, q = split_heads(self.wq(x), self.n_heads), split_heads(self.wk(x), self.n_kv_heads)
+a mask of three axes was given a head axis: it broadcasts as it is, which makes it [H, T, S]
+- (q, k, v, mask) => (q, k, v, mask[:, None] if mask is not None and mask.ndim == 3 else mask)
+the cache was given [B, T, G, D], where it takes [B, G, T, D]
+- k, v = cache.update(k, v)
++ k, v = (heads.transpose(1, 2) for heads in cache.update(k.transpose(1, 2), v.transpose(1, 2)))
+keys and values are cut off from the graph: wk and wv learn nothing
+- repeat_kv(heads, => repeat_kv(heads.detach(),
+the scores are divided by the square root of the number of keys: mend scaled_dot_product_attention first
+- (q, k, v, mask) => (q * math.sqrt(self.head_dim / k.shape[2]), k, v, mask)
 """)

@@ -13,7 +13,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from lib.workbook.grading import case, expect_close, expect_equal, expect_raises, expect_true, graded, oracle
-from tests.devices import Devices, Watch, devices_of
+from tests.devices import Devices, Watch
 from tests.inputs import randn
 
 attention = graded("attention")
@@ -161,8 +161,9 @@ def test_softmax_sums_70_000_in_float16():
 
 def test_softmax_of_nothing_is_empty():
     for shape, dim in [((3, 0), 1), ((0,), -1), ((0, 4), 0)]:
-        case(f"x {list(shape)}, dim={dim}: there is nothing to weigh")
-        expect_close(attention.softmax(torch.zeros(shape), dim), torch.zeros(shape), read=SOFTMAX_RETURNS)
+        case(f"x {list(shape)} of bfloat16, dim={dim}: there is nothing to weigh")
+        x = torch.zeros(shape, dtype=torch.bfloat16)
+        expect_close(attention.softmax(x, dim), x.clone(), read=SOFTMAX_RETURNS)
 
 
 def test_softmax_leaves_x_unchanged():
@@ -246,9 +247,12 @@ def test_causal_mask_of_late_queries_is_the_end_of_the_whole_mask():
 
 def test_causal_mask_lives_on_the_device_asked_for():
     case('n_queries=2, n_keys=2, device="meta"')
-    mask, devices = devices_of(attention.causal_mask, 2, 2, device="meta")
+    with Devices() as devices:
+        mask = attention.causal_mask(2, 2, device="meta")
     problem = "no tensor is made on, or moved to, the device asked for"
-    expect_true("meta" in devices, problem, answer=mask, read="the contract, under Args")
+    expect_true("meta" in devices.asked, problem, answer=mask, read="the contract, under Args")
+    problem = f"{devices.mixed} gets tensors of two devices: the one asked for, and another"
+    expect_true(not devices.mixed, problem, answer=mask, read="the contract, under Args")
 
 
 def test_causal_mask_suits_torch():
@@ -378,10 +382,12 @@ def test_scaled_dot_product_attention_divides_before_float16_overflows():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_scaled_dot_product_attention_keeps_the_dtype(dtype):
-    case(f"b=2 t=5 s=9 d=16, {name_of(dtype)}")
     q, k, v = (randn(2, n, 16, seed=n, dtype=dtype) for n in (5, 9, 9))
-    expected = torch_attention(q, k, v).to(dtype)
-    expect_close(attention.scaled_dot_product_attention(q, k, v), expected, atol=2e-2, rtol=2e-2, read=ATTENTION)
+    for mask in (None, random_mask(5, 9)):
+        case(f"b=2 t=5 s=9 d=16, {name_of(dtype)}, {'no mask' if mask is None else 'with a mask'}")
+        expected = torch_attention(q, k, v, mask).to(dtype)
+        out = attention.scaled_dot_product_attention(q, k, v, mask)
+        expect_close(out, expected, atol=2e-2, rtol=2e-2, read=ATTENTION)
 
 
 def test_scaled_dot_product_attention_leaves_its_inputs_unchanged():
@@ -623,13 +629,13 @@ def test_KVCache_refuses_what_does_not_fit(held, more):
     k, v = randn(1, 1, 40, 2), randn(1, 1, 40, 2, seed=1)
     if held:
         cache.update(k[:, :, :held], v[:, :, :held])
-    mentions = (str(n) for n in (held, 40, more) if n)
-    with expect_raises(ValueError, *mentions, read=raises):
+    before = [cache.keys.clone(), cache.values.clone()]
+    one_of = [(str(held), str(40 - held), str(held + more))] if held else []  # in use, free, or too many
+    with expect_raises(ValueError, "40", str(more), *one_of, read=raises):
         cache.update(randn(1, 1, more, 2, seed=2), randn(1, 1, more, 2, seed=3))
     case(f"max_len=40, holds {held}, and refused {more} more: what it holds now")
     expect_equal(cache.length, held, name="length", read=raises)
-    expect_close(cache.keys[:, :, :held], k[:, :, :held], name="keys", read=raises)
-    expect_close(cache.values[:, :, :held], v[:, :, :held], name="values", read=raises)
+    expect_close([cache.keys, cache.values], before, atol=0.0, rtol=0.0, name="keys and values", read=raises)
     if held < 40:
         case(f"max_len=40, holds {held}, and refused {more} more: {40 - held} that fit")
         out = cache.update(k[:, :, held:], v[:, :, held:])
@@ -863,7 +869,8 @@ def test_MultiHeadAttention_passes_gradients_back():
     out = layer(x, make_table(angles), lower(4, 4))
     out.backward(incoming)
     grads = [getattr(layer, name).weight.grad for name in ("wq", "wk", "wv", "wo")]
-    expect_true(all(g is not None for g in grads), "a weight got no gradient", answer=out.detach(), read=HEADS)
+    still = [name for name, grad in zip(("wq", "wk", "wv", "wo"), grads, strict=True) if grad is None]
+    expect_true(not still, f"{' and '.join(still)} got no gradient", answer=out.detach(), read=HEADS)
     expected = [w.grad.float() for w in (*weights, wide)]
     expect_close([*grads, x.grad], expected, atol=1e-4, name="grads", answer=out.detach(), read=HEADS)
 

@@ -189,7 +189,10 @@ def test_RMSNorm_by_hand():
     norm.load_state_dict({"weight": torch.tensor([1.0, 2.0])})
     x = torch.tensor([[3.0, 4.0], [1.0, -1.0], [0.0, 0.0]])
     expected = torch.tensor([[3 / 13**0.5, 8 / 13**0.5], [1 / 1.5**0.5, -2 / 1.5**0.5], [0.0, 0.0]])
-    expect_close(norm(x), expected, atol=1e-6, read=NORM)
+    before, out = x.clone(), norm(x)
+    expect_close(out, expected, atol=1e-6, read=NORM)
+    case("dim=2, eps=0.5, weight (1, 2): x after the call")
+    expect_close(x, before, atol=0.0, rtol=0.0, name="x", answer=out, read="the contract, under Args")
 
 
 def test_RMSNorm_has_one_weight_of_ones():
@@ -252,9 +255,10 @@ def test_RMSNorm_weighs_in_float32(dtype):
 
 
 def test_RMSNorm_keeps_the_inputs_dtype_with_float32_weights():
-    case("x bfloat16, weight float32: the dtype of the result")
-    out = llama.RMSNorm(8)(randn(2, 8, dtype=torch.bfloat16))
-    expect_equal(str(out.dtype), "torch.bfloat16", name="out.dtype", answer=out, read="the contract")
+    for dtype in ("bfloat16", "float64"):
+        case(f"x {dtype}, weight float32: the dtype of the result")
+        out = llama.RMSNorm(8)(randn(2, 8, dtype=getattr(torch, dtype)))
+        expect_equal(str(out.dtype), f"torch.{dtype}", name="out.dtype", answer=out, read="the contract")
 
 
 def test_RMSNorm_passes_gradients_back():
@@ -301,12 +305,14 @@ def test_swiglu_hidden_dim_is_the_next_multiple():
     [
         (12, 4, 1.0, 32),
         (7, 1, 1.0, 18),
+        (11, 1, 1.0, 29),
+        (7, 1, 1.3, 23),
         (100, 1, 1.3, 345),
         (128, 32, 1.0, 352),
         (3072, 256, 1.0, 8192),
         (1, 5, 1.0, 5),
     ],
-    ids=["exact", "drops", "widens", "up", "multiple_already", "tiny"],
+    ids=["exact", "drops", "drops_less", "drops_twice", "widens", "up", "multiple_already", "tiny"],
 )
 def test_swiglu_hidden_dim_rounds(dim, multiple_of, multiplier, width):
     case(f"dim={dim}, multiple_of={multiple_of}, multiplier={multiplier}")
@@ -358,8 +364,11 @@ def test_TransformerBlock_by_formula(config):
     block, weights = make_block(config)
     x = randn(2, 5, config.dim)
     mask = torch.ones(5, 5, dtype=torch.bool).tril()
-    expected = plain_block(x.double(), weights, config).float()
-    expect_close(block(x, make_rope(config, 0, 5), mask), expected, atol=1e-4, rtol=1e-4, read=BLOCK)
+    before, expected = x.clone(), plain_block(x.double(), weights, config).float()
+    out = block(x, make_rope(config, 0, 5), mask)
+    expect_close(out, expected, atol=1e-4, rtol=1e-4, read=BLOCK)
+    case(f"x of [2, 5, {config.dim}], causal, {named(config)}: x after the call")
+    expect_close(x, before, atol=0.0, rtol=0.0, name="x", answer=out, read=BLOCK)
 
 
 def test_TransformerBlock_sees_all_without_a_mask():
@@ -469,8 +478,11 @@ def test_Llama_equals_transformers_at_random_sizes(seed):
 
 def test_Llama_state_dict_has_metas_names_and_nothing_else():
     case(named(GROUPED))
-    shapes = {name: tuple(value.shape) for name, value in llama.Llama(GROUPED).state_dict().items()}
+    model = llama.Llama(GROUPED)
+    shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     expect_equal(shapes, meta_shapes(GROUPED), name="shapes in the state dict", read="the contract")
+    problem = "config is no attribute of the model"
+    expect_true(getattr(model, "config", None) == GROUPED, problem, read="the contract, under Attributes")
 
 
 def test_Llama_head_has_a_weight_of_its_own():
@@ -718,8 +730,9 @@ def test_convert_hf_state_dict_lists_all_that_is_wrong():
 def test_convert_hf_state_dict_lets_old_buffers_go():
     case("with model.layers.0.self_attn.rotary_emb.inv_freq, as older checkpoints have it")
     theirs = make_hf_weights(PLAIN) | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)}
-    out = llama.convert_hf_state_dict(theirs, PLAIN)
+    n_before, out = len(theirs), llama.convert_hf_state_dict(theirs, PLAIN)
     expect_equal(sorted(out), sorted(meta_shapes(PLAIN)), name="names", read=CONVERT)
+    expect_equal(len(theirs), n_before, name="len(state_dict) after the call", answer=out, read=CONVERT)
     case("another name that ends in inv_freq")
     with expect_raises(ValueError, "model.inv_freq", read=CONVERT):
         llama.convert_hf_state_dict(make_hf_weights(PLAIN) | {"model.inv_freq": torch.ones(2)}, PLAIN)
@@ -733,7 +746,7 @@ SHARES = (0.15, 0.5, 0.1, 0.25)  # the likeliest is token 1, then 3, 0, 2
 
 def draw_shares(seed: int = 0, **settings) -> tuple[list[float], list[float]]:
     """How often each of four tokens was drawn, and the same in tenths for a comparison of wrong answers."""
-    logits = torch.tensor(SHARES).log().expand(N_DRAWS, 4)
+    logits = torch.tensor(SHARES).log().repeat(N_DRAWS, 1)
     drawn = llama.sample_next(logits, generator=torch.Generator().manual_seed(seed), **settings)
     expect_equal(tuple(drawn.shape), (N_DRAWS,), name="out.shape", read="the contract of ex-llama-sample-next")
     expect_equal(str(drawn.dtype), "torch.int64", name="out.dtype", read="the contract of ex-llama-sample-next")
@@ -794,7 +807,7 @@ def test_sample_next_draws_in_proportion(settings, expected):
 def test_sample_next_top_p_met_exactly(top_p, n_left):
     # powers of two: their softmax and its sums have no rounding
     case(f"tokens of probability 0.5, 0.25, 0.125, 0.125, top_p={top_p}: met exactly by the first {n_left}")
-    logits = torch.tensor([0.5, 0.25, 0.125, 0.125]).log().expand(N_DRAWS, 4)
+    logits = torch.tensor([0.5, 0.25, 0.125, 0.125]).log().repeat(N_DRAWS, 1)
     drawn = llama.sample_next(logits, top_p=top_p, generator=torch.Generator().manual_seed(0))
     found = len(set(drawn.tolist()))
     expect_equal(found, n_left, name="tokens that were drawn", answer=found, read=NUCLEUS)
@@ -815,6 +828,12 @@ def test_sample_next_draws_each_row_by_itself():
     for settings in ({}, {"top_k": 3}, {"top_p": 0.9}, {"temperature": 0.3}):
         case(f"three rows, each certain of another token, {settings}")
         expect_equal(llama.sample_next(logits, **settings).tolist(), [4, 0, 2], read=TEMPERATURE)
+    case("a batch of one row")
+    expect_equal(llama.sample_next(logits[:1]).tolist(), [4], read=TEMPERATURE)
+    logits = torch.tensor([[0.0, 0.2, 0.1], [5.2, 5.0, 5.1]]).repeat(20, 1)
+    for settings in ({"top_k": 1}, {"top_p": 1e-6}):
+        case(f"rows whose logits lie 5 apart, {settings}")
+        expect_equal(llama.sample_next(logits, **settings).tolist(), [1, 0] * 20, read="the contract, under Args")
 
 
 def test_sample_next_repeats_with_the_same_seed():
@@ -832,11 +851,12 @@ def test_sample_next_repeats_with_the_same_seed():
 
 
 def test_sample_next_leaves_the_logits_alone():
-    case("logits [4, 9] after the call")
     logits = randn(4, 9)
     before = logits.clone()
-    llama.sample_next(logits, temperature=0.7, top_k=3, top_p=0.8)
-    expect_close(logits, before, atol=0.0, rtol=0.0, name="logits", read="the contract")
+    for temperature in (0.7, 1.0):
+        case(f"logits [4, 9] after the call, temperature={temperature}")
+        llama.sample_next(logits, temperature=temperature, top_k=3, top_p=0.8)
+        expect_close(logits, before, atol=0.0, rtol=0.0, name="logits", read="the contract")
 
 
 @pytest.mark.parametrize(
@@ -931,15 +951,15 @@ def write(model: nn.Module, tokens: Tensor, n_new: int, **settings) -> list[list
 
 
 def test_generate_by_hand():
-    case("prompts (1, 2, 3) and (4, 5, 6), greedy, a model that writes 7 8 9 and 3 2 1")
-    model, prompts = Scripted([[7, 8, 9], [3, 2, 1]]), torch.tensor([[1, 2, 3], [4, 5, 6]])
+    case("prompts (1, 2) and (4, 5), greedy, a model that writes 7 8 9 and 3 2 1")
+    model, prompts = Scripted([[7, 8, 9], [3, 2, 1]]), torch.tensor([[1, 2], [4, 5]])
     out = write(model, prompts, 3, temperature=0)
     expect_equal(out, [[7, 8, 9], [3, 2, 1]], name="new tokens", read=GENERATE)
-    asked = [[[1, 2, 3], [4, 5, 6]], [[7], [3]], [[8], [2]]]
+    asked = [[[1, 2], [4, 5]], [[7], [3]], [[8], [2]]]
     expect_equal(model.asked, asked, name="what the model was given, call by call", answer=model.asked, read=GENERATE)
     batch, max_len = model.caches[0] if model.caches else (0, 0)
-    problem = f"the cache has room for {batch} x {max_len} positions; 2 sequences may need 5 or 6 each"
-    expect_true(len(model.caches) == 1 and batch == 2 and max_len >= 5, problem, answer=model.asked, read=GENERATE)
+    problem = f"the cache has room for {batch} x {max_len} positions; 2 sequences may need 4 or 5 each"
+    expect_true(len(model.caches) == 1 and batch == 2 and max_len >= 4, problem, answer=model.asked, read=GENERATE)
 
 
 def test_generate_yields_each_token_as_soon_as_it_is_known():
@@ -956,6 +976,9 @@ def test_generate_yields_each_token_as_soon_as_it_is_known():
 
 
 def test_generate_stops_when_all_have_ended():
+    case("eos_id=9: the first sequence ends at step 1, the second at step 3, of 5")
+    out = write(Scripted([[9, 4, 8, 7, 5], [3, 2, 9, 6, 6]]), torch.tensor([[1], [2]]), 5, temperature=0, eos_id=9)
+    expect_equal(out, [[9, 9, 9], [3, 2, 9]], name="new tokens", read=GENERATE)
     case("eos_id=0: the first sequence ends at step 2, the second at step 4, of 6")
     model = Scripted([[7, 0, 8, 9, 5, 5], [3, 2, 1, 0, 6, 6]])
     out = write(model, torch.tensor([[1], [2]]), 6, temperature=0, eos_id=0)
@@ -989,12 +1012,12 @@ def test_generate_keeps_no_gradients():
 
 
 def test_generate_hands_on_how_to_draw():
-    case("temperature=5, top_k=1: the likeliest, always")
+    case("temperature=5, top_p=1e-6: the likeliest, always")
     model, tokens = Bigrams(), torch.tensor([[3, 1, 4], [1, 5, 9]])
     greedy = write(model, tokens, 6, temperature=0)
-    expect_equal(write(model, tokens, 6, temperature=5.0, top_k=1), greedy, name="new tokens", read=GENERATE)
-    case("temperature=5, top_p=1e-6: the likeliest, always")
     expect_equal(write(model, tokens, 6, temperature=5.0, top_p=1e-6), greedy, name="new tokens", read=GENERATE)
+    case("temperature=5, top_k=1: the likeliest, always")
+    expect_equal(write(model, tokens, 6, temperature=5.0, top_k=1), greedy, name="new tokens", read=GENERATE)
     case("temperature=1e-5: the likeliest, almost surely")
     expect_equal(write(model, tokens, 6, temperature=1e-5), greedy, name="new tokens", read=GENERATE)
     case("temperature=5, one seed twice, and another")

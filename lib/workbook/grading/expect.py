@@ -274,6 +274,8 @@ def _first_difference(actual: Any, expected: Any, name: str) -> tuple[str, str, 
                 both = _show_both(actual, expected)
                 whole = f"   (whole: {both[0]}, expected {both[1]})" if len(expected) <= 12 else ""
                 return place, a_shown, e_shown + ("" if "(whole" in e_shown else whole)
+        if len(actual) == len(expected):
+            return name, _typed(actual), _typed(expected)
         both = _show_both(actual, expected)
         return f"len({name})", f"{len(actual)}: {both[0]}", f"{len(expected)}: {both[1]}"
     numbers = isinstance(actual, int | float) and isinstance(expected, int | float)

@@ -91,6 +91,8 @@ def test_equal_shows_the_first_difference():
     assert said(expect_equal, [1, 2, 4], [1, 2, 3])[1]["first wrong"].startswith("out[2] = 4, expected 3")
     assert said(expect_equal, {"a": 1}, {"a": 1, "b": 2})[1]["first wrong"] == "out['b'] = missing, expected 2"
     assert said(expect_equal, "x" * 60 + "y", "x" * 60 + "z")[1]["first wrong"].startswith("out[60:]")
+    nested = said(expect_equal, [[1, 2]], [(1, 2)])[1]["first wrong"]
+    assert nested.startswith("out[0] = a list: [1, 2], expected a tuple: (1, 2)")
     assert said(expect_equal, 1, True)[0] == "wrong type"
     for answer, wanted, text in (
         (3.0, 3, "out is a float: 3.0, expected an int: 3"),
