@@ -498,9 +498,9 @@ def scattered(rank, world_size):
         shares = fsdp.reduce_scatter_gradients(module, groups[rank % 2])
     share = cut(torch.tensor([1.0, 2.0, 3.0]) * (2.0 + rank % 2), rank // 2, 2)
     expect_close(shares["a"], share, name="shares['a']", answer=shares, read=ZERO2)
-    found = {name: (share.device.type, share.dtype) for name, share in shares.items()}
-    expected = dict.fromkeys(found, ("cpu", torch.float32)) | {"low": ("cpu", torch.bfloat16)}
-    expect_equal(found, expected, name="devices and dtypes, also where every rank's gradient is missing", read=ZERO2)
+    made = {name: (share.device.type, share.dtype) for name, share in shares.items()}
+    wanted = dict.fromkeys(made, ("cpu", torch.float32)) | {"low": ("cpu", torch.bfloat16)}
+    expect_equal(made, wanted, name="devices and dtypes, also where every rank's gradient is missing", read=ZERO2)
     case("40,000 in float16 on each of 4 ranks: their sum is beyond float16, their mean is not")
     layer = nn.Linear(1, 4, bias=False, dtype=torch.float16)
     layer.weight.grad = torch.full((4, 1), 40_000.0, dtype=torch.float16)
