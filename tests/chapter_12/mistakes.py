@@ -52,7 +52,7 @@ the result is float32 whatever the shards are
 # ShardedOptimizer
 every rank updates every parameter: the values are right, but no memory is saved
 - if self._owner[p] == dist.get_rank() =>
-the new values are not broadcast: each rank has new values for its own share only
+the other ranks' new values do not arrive: broadcast each parameter from the rank that owns it, and wait for it
 - if parameter.requires_grad: => if False:
 the inner optimizer keeps its first options, so a scheduler that changes param_groups has no effect
 - theirs.update({key: value for key, value in group.items() if key != "params"}) => pass
@@ -315,6 +315,8 @@ the unit that is ahead is freed even if it comes next, and gathered again
 + if self.ahead not in (None, i):
 +     self.free(self.ahead)
 + reference.FullySharded.gather(self, i, following)
+the following unit's gather is waited for too, so nothing is computed in the meantime
+- flat.start_gather() => flat.finish_gather()
 two units are gathered ahead, so three are whole while one computes
 @@ gather
 + reference.FullySharded.gather(self, i, following)

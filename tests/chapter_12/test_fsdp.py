@@ -986,13 +986,18 @@ def fully_out_of_order(rank, world_size):
 
 
 def fully_reduced(rank, world_size):
-    """How many reductions are on their way, and which units are whole, when each reduction begins."""
-    case(f"a chain of four units on {world_size} ranks, at the start of the reductions of units 4, 3, 2, 1")
-    wrapped = fsdp.FullySharded(Chain())
-    for block in wrapped.module.blocks:
-        block.look = wrapped.module.look
+    """How many gathers are on their way in forward; and reductions, with which units whole, when each one begins."""
+    case(f"a chain of four units on {world_size} ranks; how many gathers are on their way while each unit computes")
+    wrapped, on_the_way = fsdp.FullySharded(Chain()), {}
     with Late() as late, Calls(SCATTER, lambda: whole_units(wrapped)) as calls:
-        wrapped(torch.ones(1, requires_grad=True)).sum().backward()
+        for part in (wrapped.module, *wrapped.module.blocks):
+            part.look = lambda moment: on_the_way.update({moment: late.n_begun - late.n_waited})
+        out = wrapped(torch.ones(1, requires_grad=True)).sum()
+        read = "the contract of ex-fsdp-fullysharded, `gather`: the following unit's gather is started only"
+        expected = {f"forward {i}": 1 if i < 4 else 0 for i in range(5)}
+        expect_equal(on_the_way, expected, name="gathers", answer=on_the_way, read=read)
+        case(f"a chain of four units on {world_size} ranks, at the start of the reductions of units 4, 3, 2, 1")
+        out.backward()
         wrapped.finish_gradient_synchronization()
     read = "the contract of ex-fsdp-fullysharded, `after_gradient`"
     expect_equal(late.in_flight, [0] * 4, name="other reductions that are on their way", read=read)
