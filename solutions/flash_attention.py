@@ -106,8 +106,8 @@ class FlashAttentionTorch(torch.autograd.Function):
 
     ``forward`` saves q, k, v, the output and exactly one more tensor [..., T]: the natural logsumexp of each row's
     scaled scores, in float32 (float64 for float64), -inf for a row without keys.
-    It never makes a tensor of a quarter of T x S numbers, keeps sums in float32 at least, even under autocast, and
-    skips tiles above the diagonal.
+    It never makes a tensor of a quarter of T x S numbers, keeps sums in float32 at least, even under autocast, makes
+    its tensors on the device of q, and skips tiles above the diagonal.
     ``backward`` is given.
 
     Raises:
@@ -160,8 +160,8 @@ def flash_backward(
         lse: Natural logsumexp of each row's scaled scores; -inf for a row without keys, whose gradient is 0.
 
     Returns:
-        dq, dk, dv, shaped and typed as q, k, v; no tensor of a quarter of T x S numbers is made; sums in float32 at
-        least, even under autocast.
+        dq, dk, dv, shaped and typed as q, k, v, on their device; no tensor of a quarter of T x S numbers is made; sums
+        in float32 at least, even under autocast.
 
     Source: equations (15.6) and (15.7); FlashAttention-2 (arXiv:2307.08691), Algorithm 2.
     """

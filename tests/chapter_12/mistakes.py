@@ -10,6 +10,8 @@ each stage shards only its own part, but stage 2 should also shard what stage 1 
 - i < stage => i == stage - 1
 everything is divided by the number of devices at every stage
 - i < stage => stage
+the bytes are rounded down to whole ones
++ return int(reference.memory_per_device(n_parameters, world_size, stage, param_bytes, grad_bytes, optimizer_bytes))
 the padding of the last share is counted
 - size / world_size => size * math.ceil(n_parameters / world_size) / n_parameters
 an unknown stage is treated as stage 3 instead of being refused
@@ -50,7 +52,7 @@ the result is float32 whatever the shards are
 # ShardedOptimizer
 every rank updates every parameter: the values are right, but no memory is saved
 - if self._owner[p] == dist.get_rank() =>
-the new values are not broadcast: each rank has new values for its own share only
+the other ranks' new values do not arrive: broadcast each parameter from the rank that owns it, and wait for it
 - if parameter.requires_grad: => if False:
 the inner optimizer keeps its first options, so a scheduler that changes param_groups has no effect
 - theirs.update({key: value for key, value in group.items() if key != "params"}) => pass
@@ -107,6 +109,8 @@ a gradient of two dimensions is laid out column by column
 - grad.reshape(-1) => (grad.t() if grad.ndim == 2 else grad).reshape(-1)
 a parameter without a gradient on this rank is skipped, so the ranks' collectives no longer match
 - if p.requires_grad => if p.grad is not None
+the zeros for a missing gradient are float32 on the default device, whatever the parameter is
+- torch.zeros_like(parameter).flatten() => torch.zeros(parameter.numel())
 the group is not used: the mean is over all ranks
 + return reference.reduce_scatter_gradients(module)
 the mean is taken after the sum, which overflows in float16 where the mean does not
@@ -166,6 +170,8 @@ the sum over the group's ranks is divided by the number of all ranks
 - grad.div_(dist.get_world_size(self.group)) => grad.div_(dist.get_world_size())
 finish_reduce adds the same mean again if it is called twice: the second time nothing is on its way
 - mean, self._reducing = mine.to(self.shard.dtype), None => mean = mine.to(self.shard.dtype)
+a parameter that is not contiguous, such as a transposed one, cannot be viewed as a row; reshape copies it
+- parameter.detach().reshape(-1) for => parameter.detach().view(-1) for
 each parameter is sharded by itself; put them end to end in one row first, and shard that row
 - self.shard = nn.Parameter(shard(row, dist.get_rank(group), world_size)
 + parts = [shard(part, dist.get_rank(group), world_size) for part in row.split(self.sizes)]
@@ -309,6 +315,8 @@ the unit that is ahead is freed even if it comes next, and gathered again
 + if self.ahead not in (None, i):
 +     self.free(self.ahead)
 + reference.FullySharded.gather(self, i, following)
+the following unit's gather is waited for too, so nothing is computed in the meantime
+- flat.start_gather() => flat.finish_gather()
 two units are gathered ahead, so three are whole while one computes
 @@ gather
 + reference.FullySharded.gather(self, i, following)
@@ -357,6 +365,8 @@ the scaled gradient is a new tensor, but it should be scaled in place
 - for grad in grads: => for parameter in (p for p in parameters if p.grad is not None):
 - grad.mul_((max_norm / (square.sqrt() + 1e-6)).clamp(max=1.0))
 + parameter.grad = parameter.grad * (max_norm / (square.sqrt() + 1e-6)).clamp(max=1.0)
+nothing is scaled: `grad * factor` and `mul` make a new tensor, and `mul_` changes the gradient
+- grad.mul_( => grad.mul(
 `parameters` is walked through twice: an iterator is empty the second time
 - parameters = list(parameters)
 + again = parameters if isinstance(parameters, list) else []
@@ -385,6 +395,12 @@ the mesh is not passed on: the weights are cut over all ranks
 `reshard_after_forward=False` keeps every block whole until its backward
 - MixedPrecisionPolicy(param_dtype=param_dtype)
 + MixedPrecisionPolicy(param_dtype=param_dtype), reshard_after_forward=False
+`reduce_dtype` is set, too: by default, gradients are reduced in param_dtype, with half the bytes of float32
+- MixedPrecisionPolicy(param_dtype=param_dtype)
++ MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
+`reshard_after_forward=True` frees the root after its forward, too, although backward begins with it
+- MixedPrecisionPolicy(param_dtype=param_dtype)
++ MixedPrecisionPolicy(param_dtype=param_dtype), reshard_after_forward=True
 the root has no policy: its own parameters are gathered and computed with in float32
 - MixedPrecisionPolicy(param_dtype=param_dtype)
 + MixedPrecisionPolicy(param_dtype=None if part is model else param_dtype)

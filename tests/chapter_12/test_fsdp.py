@@ -139,8 +139,8 @@ def test_memory_per_device_gives_the_papers_figure():
     found = [round(fsdp.memory_per_device(7_500_000_000, 64, s, 2, 2, 12) / 1e9, 1) for s in (0, 1, 2, 3)]
     expect_close(found, [120.0, 31.4, 16.6, 1.9], read=MEMORY)
     expect_close(fsdp.memory_per_device(7, 1, 3, 4, 4, 8), 112.0, name="on one device", read=MEMORY)
-    case("10 parameters on 4 devices, 2 + 3 + 7 bytes each: a fourth of 120, and no padding")
-    expect_close(fsdp.memory_per_device(10, 4, 3, 2, 3, 7), 30.0, read="the contract: padding is not counted")
+    case("7 parameters on 4 devices, 2 + 3 + 6 bytes each: a fourth of 77, neither padded nor rounded")
+    expect_close(fsdp.memory_per_device(7, 4, 3, 2, 3, 6), 19.25, read="the contract: padding is not counted")
 
 
 @pytest.mark.parametrize(
@@ -498,6 +498,9 @@ def scattered(rank, world_size):
         shares = fsdp.reduce_scatter_gradients(module, groups[rank % 2])
     share = cut(torch.tensor([1.0, 2.0, 3.0]) * (2.0 + rank % 2), rank // 2, 2)
     expect_close(shares["a"], share, name="shares['a']", answer=shares, read=ZERO2)
+    made = {name: (share.device.type, share.dtype) for name, share in shares.items()}
+    wanted = dict.fromkeys(made, ("cpu", torch.float32)) | {"low": ("cpu", torch.bfloat16)}
+    expect_equal(made, wanted, name="devices and dtypes, also where every rank's gradient is missing", read=ZERO2)
     case("40,000 in float16 on each of 4 ranks: their sum is beyond float16, their mean is not")
     layer = nn.Linear(1, 4, bias=False, dtype=torch.float16)
     layer.weight.grad = torch.full((4, 1), 40_000.0, dtype=torch.float16)
@@ -584,8 +587,8 @@ class LateWork:
 
 
 def flat_by_hand(rank, world_size):
-    case(f"a [2, 2] of 1..4 and a 0-d 5, {world_size} ranks; only rank 0 has these values")
-    start = {"w": torch.tensor([[1.0, 2.0], [3.0, 4.0]]), "s": torch.tensor(5.0)}
+    case(f"a transposed [2, 2] of 1..4 and a 0-d 5, {world_size} ranks; only rank 0 has these values")
+    start = {"w": torch.tensor([[1.0, 3.0], [2.0, 4.0]]).t(), "s": torch.tensor(5.0)}
     flat = fsdp.FlatShard({name: nn.Parameter(value * (rank == 0)) for name, value in start.items()})
     size = math.ceil(5 / world_size)
     row = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0] + [0.0] * (size * world_size - 5))
@@ -983,13 +986,18 @@ def fully_out_of_order(rank, world_size):
 
 
 def fully_reduced(rank, world_size):
-    """How many reductions are on their way, and which units are whole, when each reduction begins."""
-    case(f"a chain of four units on {world_size} ranks, at the start of the reductions of units 4, 3, 2, 1")
-    wrapped = fsdp.FullySharded(Chain())
-    for block in wrapped.module.blocks:
-        block.look = wrapped.module.look
+    """How many gathers are on their way in forward; and reductions, with which units whole, when each one begins."""
+    case(f"a chain of four units on {world_size} ranks; how many gathers are on their way while each unit computes")
+    wrapped, on_the_way = fsdp.FullySharded(Chain()), {}
     with Late() as late, Calls(SCATTER, lambda: whole_units(wrapped)) as calls:
-        wrapped(torch.ones(1, requires_grad=True)).sum().backward()
+        for part in (wrapped.module, *wrapped.module.blocks):
+            part.look = lambda moment: on_the_way.update({moment: late.n_begun - late.n_waited})
+        out = wrapped(torch.ones(1, requires_grad=True)).sum()
+        read = "the contract of ex-fsdp-fullysharded, `gather`: the following unit's gather is started only"
+        expected = {f"forward {i}": 1 if i < 4 else 0 for i in range(5)}
+        expect_equal(on_the_way, expected, name="gathers", answer=on_the_way, read=read)
+        case(f"a chain of four units on {world_size} ranks, at the start of the reductions of units 4, 3, 2, 1")
+        out.backward()
         wrapped.finish_gradient_synchronization()
     read = "the contract of ex-fsdp-fullysharded, `after_gradient`"
     expect_equal(late.in_flight, [0] * 4, name="other reductions that are on their way", read=read)
@@ -1195,11 +1203,11 @@ def clipped(rank, world_size):
     mine, other = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(3))
     mine.grad = torch.tensor([3.0, 0.0]) if rank == 0 else torch.tensor([4.0 if rank == 1 else 0.0, 0.0])
     start = mine.grad.clone()
-    norm = fsdp.clip_sharded_gradient_norm_((p for p in (mine, other)), 10.0)
+    norm = fsdp.clip_sharded_gradient_norm_([mine, other], 10.0)
     expect_close(norm, torch.tensor(5.0), name="norm", read=CLIP)
     expect_close(mine.grad, start, name="gradient below the limit", read=CLIP)
     before = mine.grad
-    norm = fsdp.clip_sharded_gradient_norm_((p for p in (mine, other)), max_norm=0.5)
+    norm = fsdp.clip_sharded_gradient_norm_([mine, other], max_norm=0.5)
     expect_close(norm, torch.tensor(5.0), name="norm", read=CLIP)
     expect_close(mine.grad, start / 10, atol=1e-5, name="gradient above the limit", read=CLIP)
     problem = "grad became a new tensor, so two were held for a moment: scale it in place"
@@ -1217,7 +1225,7 @@ def clipped(rank, world_size):
     shards = [nn.Parameter(torch.zeros(math.ceil(p.numel() / world_size))) for p in net.parameters()]
     for part, p in zip(shards, net.parameters(), strict=True):
         part.grad = cut(p.grad.flatten(), rank, world_size)
-    norm = fsdp.clip_sharded_gradient_norm_(shards, 0.01)
+    norm = fsdp.clip_sharded_gradient_norm_((part for part in shards), 0.01)
     expect_close(norm, nn.utils.clip_grad_norm_(net.parameters(), 0.01), atol=1e-5, name="norm", read=CLIP)
     for part, p in zip(shards, net.parameters(), strict=True):
         expect_close(part.grad, cut(p.grad.flatten(), rank, world_size), atol=1e-6, name="clipped share", read=CLIP)
@@ -1314,6 +1322,7 @@ def applied(rank, world_size):
     )
     expect_true(not whole, problem, answer=whole, read=read)
     result.float().sum().backward()
+    milestone("backward ends")
     expect_equal(weight.grad.dtype, torch.float32, name="dtype of a gradient", read=read)
     case(f"{world_size} ranks, param_dtype=None, the default mesh")
     plain = fsdp.apply_fully_shard(Net(), None, None)
@@ -1322,7 +1331,18 @@ def applied(rank, world_size):
 
 @pytest.mark.time_limit(40)
 def test_apply_fully_shard_makes_units_of_blocks(ranks):
-    ranks(applied, n_ranks=2)
+    result = ranks(applied, n_ranks=2)
+    case(
+        "what rank 0 of 2 starts in a step: gathers of three blocks and the root, of the blocks again, four reductions"
+    )
+    calls = result.ledgers[0].before("backward ends")
+    found = {
+        "gathers": [r.dtype for r in calls if r.op in GATHER],
+        "reductions": [r.dtype for r in calls if r.op in SCATTER],
+    }
+    expected = {"gathers": ["bfloat16"] * (4 + 3), "reductions": ["bfloat16"] * 4}
+    read = "the contract of ex-fsdp-apply-fully-shard: all other options keep their defaults"
+    expect_equal(found, expected, name="dtypes", answer=found, read=read)
 
 
 @pytest.mark.time_limit(40)

@@ -12,6 +12,11 @@ all parts have n // parts elements, and the rest is lost
 + pairs = ((a[i * size : (i + 1) * size], b[i * size : (i + 1) * size]) for i in range(parts))
 chunk cuts 10 in 4 as 3, 3, 3 and 1; the contract asks for 3, 3, 2 and 2, as tensor_split cuts
 - a.tensor_split(parts), b.tensor_split(parts) => a.chunk(parts), b.chunk(parts)
+the last part takes the whole remainder, but the contract spreads it over the first n % parts parts
+- pairs = zip(a.tensor_split(parts), b.tensor_split(parts), strict=True)
++ size = len(a) // parts
++ ends = [i * size for i in range(1, parts)]
++ pairs = zip(a.tensor_split(ends), b.tensor_split(ends), strict=True)
 the mean of the partial sums is returned instead of their sum
 - .sum() => .mean()
 the partial sums are returned without being added
@@ -113,6 +118,13 @@ the weight is cut along its inputs: that is the row layer
 - _part(full.weight, 0, group) => _part(full.weight, 1, group)
 the rank's weight is a view of the whole one, which stays in memory: clone it
 - .clone(memory_format=torch.contiguous_format)) => )
+the rank's bias is a view of the whole one, which stays in memory: clone it
+- _part(full.bias, 0, group) if bias else None
++ (
++     nn.Parameter(full.bias.detach().chunk(dist.get_world_size(group))[dist.get_rank(group)])
++     if bias
++     else None
++ )
 outputs that cannot be divided evenly are dropped without an error
 - _local_size(out_features, "out_features", group) => out_features -= out_features % dist.get_world_size(group)
 the group is not used: the layer is cut for all ranks
@@ -128,6 +140,13 @@ each rank adds the bias before the sum, so the total contains it R times
 the partial products are never added: g, `ReduceFromRegion`, belongs after the product, and f nowhere
 @@ forward
 + return nn.functional.linear(x, self.weight, self.bias)
+f is at the entrance, too: each rank reads its own inputs here, so their gradient should not be summed
+@@ forward
+- nn.functional.linear(x, self.weight) => nn.functional.linear(CopyToRegion.apply(x, self.group), self.weight)
+only the first rank adds the bias, before the sum: the output is right, but the other ranks' bias gets no gradient
+- nn.functional.linear(x, self.weight)
++ nn.functional.linear(x, self.weight, self.bias if dist.get_rank(self.group) == 0 else None)
+- total if self.bias is None else total + self.bias => total
 each rank adds 1/R of the bias: the output is right, but the bias's gradient is R times too small
 - nn.functional.linear(x, self.weight)
 + nn.functional.linear(x, self.weight, None if self.bias is None else self.bias / dist.get_world_size(self.group))
@@ -155,6 +174,10 @@ the GELU comes after the second layer instead of between the two
 - self.fc2(nn.functional.gelu(self.fc1(x))) => nn.functional.gelu(self.fc2(self.fc1(x)))
 x is copied to the region twice, once here and once in fc1: its gradient is R times too large
 - self.fc1(x) => self.fc1(CopyToRegion.apply(x, self.fc1.group))
+the output is summed over the ranks once more, but fc2 has done that already
+@@ forward
+- return self.fc2(nn.functional.gelu(self.fc1(x)))
++ return ReduceFromRegion.apply(self.fc2(nn.functional.gelu(self.fc1(x))), self.fc2.group)
 the group is not passed on to the layers
 - dim, hidden_dim, group) => dim, hidden_dim)
 - hidden_dim, dim, group) => hidden_dim, dim)
@@ -163,6 +186,10 @@ the group is not passed on to the layers
 wq, wk and wv each all-reduce their own gradient of x: three all-reduces backward instead of one
 - weights = (self.wq.weight, self.wk.weight, self.wv.weight) =>
 - x = CopyToRegion.apply(x, self.group) =>
+- nn.functional.linear(x, weight), self.n_local_heads) for weight in weights
++ layer(x), self.n_local_heads) for layer in (self.wq, self.wk, self.wv)
+x is copied to the region twice, once here and once in each column layer: its gradient is R times too large
+- weights = (self.wq.weight, self.wk.weight, self.wv.weight) =>
 - nn.functional.linear(x, weight), self.n_local_heads) for weight in weights
 + layer(x), self.n_local_heads) for layer in (self.wq, self.wk, self.wv)
 the rank's features are split into all H heads instead of H/R, so each head is R times too narrow
@@ -222,7 +249,7 @@ a target outside of the vocabulary is not refused, and its logit counts as zero
 - if len(unknown): => if False:
 the group is ignored: the vocabulary is assumed to be on all ranks
 + return _loss(logits_shard, targets, None)
-no maximum is subtracted: exponentials of large logits overflow
+each position's own largest logit is not subtracted: exponentials overflow, or all of a position's vanish
 + if largest.max() > 80:
 +     return total.sum() * torch.inf
   return (total
@@ -252,12 +279,13 @@ wo is cut by columns, but its input is cut already, so it should be cut by rows
 - "layers.*.attention.wo": RowwiseParallel() => "layers.*.attention.wo": ColwiseParallel(output_layouts=Replicate())
 the logits come out as a DTensor; leave out use_local_output=False
 - output_layouts=Replicate() => output_layouts=Replicate(), use_local_output=False
-embedding and head are left whole on every rank
+the plan does not cut the embedding, `tok_embeddings`, which stays whole on every rank
 - "tok_embeddings": RowwiseParallel(input_layouts=Replicate()), =>
+the plan does not cut the head, `output`, which stays whole on every rank
 - "layers.*.feed_forward.w2": RowwiseParallel(),
 - "output": ColwiseParallel(output_layouts=Replicate())
 + "layers.*.feed_forward.w2": RowwiseParallel()
-w3 is left whole, so its output does not fit the cut output of w1
+the plan leaves out a layer such as w3: its weight is still a plain tensor, but its input is a DTensor
 - "layers.*.feed_forward.w3": ColwiseParallel(), =>
 wk and wv are always cut like wq, even if there are fewer heads than ranks and a head would be cut in half
 - "layers.*.attention.wk": KeyValueHeads(config.n_kv_heads) => "layers.*.attention.wk": ColwiseParallel()
@@ -283,7 +311,8 @@ an unknown layout raises a KeyError, which does not list the known layouts
 - raise ValueError(f"no layout {layout!r}; there are {', '.join(map(repr, table))}") => raise KeyError(layout)
 
 # tensor_parallel_bytes
-only half is counted: each block has two all-reduces forward, of attention and feed-forward, and two backward
+only half is counted: a block has two all-reduces forward and two backward, and in each a rank sends 2 (R - 1)/R times
+the tensor's bytes
 + return reference.tensor_parallel_bytes(config, batch, length, world_size, bytes_per_value) // 2
 the bytes of the tensors are counted, but in a ring each rank sends 2 (R - 1)/R times as many
 - 2 * (world_size - 1) * all_reduced_bytes // world_size => all_reduced_bytes

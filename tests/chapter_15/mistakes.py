@@ -72,6 +72,9 @@ only q, k and v are saved, so the backward pass has no logsumexp
 the whole matrix of scores is computed at once
 - dtype = torch.promote_types(q.dtype, torch.float32)
 + dtype, _ = torch.promote_types(q.dtype, torch.float32), queries @ keys.mT
+the output or the logsumexp is made on the default device instead of that of the inputs
+- torch.empty_like(queries), queries.new_empty(queries.shape[:-1], dtype=dtype)
++ torch.empty(queries.shape, dtype=q.dtype), torch.empty(queries.shape[:-1], dtype=dtype)
 autocast is left on inside: it rounds the products of float32 inputs to 16 bits
 - enabled=False => enabled=torch.is_autocast_enabled(q.device.type)
 the scaled queries are rounded to 16 bits before their product with the keys
@@ -107,6 +110,8 @@ autocast is left on inside: it rounds the products of float32 inputs to 16 bits
 - enabled=False => enabled=torch.is_autocast_enabled(q.device.type)
 tiles above the diagonal are computed and hidden instead of skipped
 - is_causal and cols.start > rows.stop - 1 + ahead => False
+the gradients are made on the default device instead of that of the inputs
+- dos.new_zeros(x.shape) => torch.zeros(x.shape, dtype=dtype)
 the row sums of o * do are computed in the inputs' 16 bits
 - (dos * o.reshape(qs.shape)).sum(-1) => (do * o).reshape(qs.shape).sum(-1).to(dtype)
 the gradient of the values is summed in their 16 bits: each tile's part is rounded
@@ -126,6 +131,8 @@ scores not divided by the root of the width
 - (scale * LOG2E) => LOG2E
 a row without keys is divided by its sum, which is 0: NaN instead of zeros
 - l = tl.where(l == 0.0, 1.0, l) =>
+hidden scores get a large negative number instead of -inf: a row without keys takes the mean of hidden values
+- tl.where(seen, scores, -float("inf")) => tl.where(seen, scores, -1.0e30)
 tiles above the diagonal are read and masked instead of skipped
 - end = tl.minimum(S, tl.maximum(i * ROWS + ROWS + S - T, 0)) =>
 keys after the last one take part with score 0
@@ -238,6 +245,14 @@ the row sums are computed again in the inputs' 16 bits; the dQ kernel's are floa
 - lse, delta, ctx => lse, (o * do).sum(-1).float(), ctx
 is_causal is not passed to the backward kernels
 - ctx.is_causal = is_causal => ctx.is_causal = False
+backward calls `flash_backward`, tiles in PyTorch, instead of launching the two kernels
+- dq, delta = launch_backward_dq(flash_backward_dq_kernel, q, k, v, o, do, lse, ctx.is_causal) =>
+- dk, dv = launch_backward_dkdv(flash_backward_dkdv_kernel, q, k, v, do, lse, delta, ctx.is_causal) =>
+- return dq, dk, dv, None => return (*flash_backward(q, k, v, o, do, lse, ctx.is_causal), None)
+the logsumexp is saved in the inputs' dtype, which may have 16 bits only
+- v, o, lse)
++ v, o, lse.to(q.dtype))
+- k, v, o, lse = ctx.saved_tensors => k, v, o, lse = ctx.saved_tensors; lse = lse.float()
 the gradients of keys and values are exchanged
 - return dq, dk, dv => return dq, dv, dk
 the logsumexp is passed on instead of the row sums

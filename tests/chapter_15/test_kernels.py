@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from lib.fast.attention.flash import (
     ROLES_TABLE,
@@ -165,7 +166,7 @@ def test_flash_forward_kernel_masks_no_whole_tile():
         expect_close(o, exact(q, k, v, do, is_causal)["o"].float(), atol=5e-6, read=FORWARD)
         unit = unit or count.n
         problem = f"{count.n / (unit or 1):g} tiles of scores were masked, but {n_masked} need it"
-        expect_true(count.n == n_masked * unit, problem, answer=count.n, read=WHOLE)
+        expect_true(count.n <= n_masked * unit, problem, answer=count.n, read=WHOLE)
 
 
 def test_flash_forward_kernel_large_scores():
@@ -251,7 +252,7 @@ def masks_no_whole_tile(run, cases, name) -> None:
         expect_close(results[0], r[name].float(), atol=1e-5, rtol=1e-5, name=name, answer=results, read=BACKWARD)
         unit = unit or count.n
         problem = f"{count.n / (unit or 1):g} tiles of scores were masked, but {n_masked} need it"
-        expect_true(count.n == n_masked * unit, problem, answer=count.n, read=WHOLE)
+        expect_true(count.n <= n_masked * unit, problem, answer=count.n, read=WHOLE)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="conditions are counted in Triton's interpreter")
@@ -323,11 +324,15 @@ def test_FlashAttentionTriton_with_gradients(is_causal):
     shapes = ((2, 6, 5, 16), (2, 2, 9, 16)) if is_causal else ((1, 2, 40, 24), (1, 1, 50, 24))
     (q, k, v, do), r = prepared(*shapes, is_causal)
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    o = flash.FlashAttentionTriton.apply(*leaves, is_causal)
-    expect_close(o.detach(), r["o"].float(), atol=5e-6)
-    expect_true(o.requires_grad, "the result is cut off from autograd: it has no gradient", answer=o)
-    gradients = torch.autograd.grad((o * do).sum(), leaves)
+    with FlopCounterMode(display=False) as counter:
+        o = flash.FlashAttentionTriton.apply(*leaves, is_causal)
+        expect_close(o.detach(), r["o"].float(), atol=5e-6)
+        expect_true(o.requires_grad, "the result is cut off from autograd: it has no gradient", answer=o)
+        gradients = torch.autograd.grad((o * do).sum(), leaves)
     expect_close(gradients, tuple(r[n].float() for n in ("dq", "dk", "dv")), atol=1e-5, rtol=1e-5)
+    flops = counter.get_total_flops()
+    problem = f"PyTorch computed {flops} FLOPs of matrix products: all of them belong into the three kernels"
+    expect_true(flops == 0, problem, answer=flops, read="the contract: attention by the three kernels")
 
 
 def test_FlashAttentionTriton_saves_one_number_a_row_and_takes_any_strides():
@@ -352,9 +357,12 @@ def test_FlashAttentionTriton_saves_one_number_a_row_and_takes_any_strides():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_FlashAttentionTriton_keeps_dtypes(dtype):
     (q, k, v, do), r = prepared((1, 2, 20, 16), (1, 2, 25, 16), True, dtype)
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    o = flash.FlashAttentionTriton.apply(*leaves, True)
+    leaves, saved = [x.requires_grad_() for x in (q, k, v)], []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        o = flash.FlashAttentionTriton.apply(*leaves, True)
     expect_as_exact((o.detach(), *torch.autograd.grad((o * do).sum(), leaves)), r, dtype)
+    found = [str(x.dtype) for x in saved if x.shape == q.shape[:-1]]
+    expect_equal(found, ["torch.float32"], name="dtype of the saved logsumexp", read=LSE)
 
 
 def test_FlashAttentionTriton_saves_its_inputs_and_no_copies():

@@ -23,6 +23,7 @@ AUTOCAST = "the contract: sums are in float32 at least, even under autocast"
 WIDE = "the hints of ex-flash-attention-online-softmax-update: the product with the values is taken in the dtype of acc"
 WIDE_SUMS = "the contract: sums are in float32 at least"
 ERRORS = "the contract, under Raises"
+ELSEWHERE = "tensors made without `device=` are on 'meta' here, as they would be on the CPU if the inputs were on a GPU"
 SHAPES = [  # q, k and v: one tile, shared heads with T < S, T > S, no heads, one query, no keys
     ((1, 2, 12, 8), (1, 2, 15, 8)),
     ((2, 6, 45, 24), (2, 2, 70, 24)),
@@ -232,6 +233,16 @@ def test_FlashAttentionTorch_strides_and_errors():
     q, k, v, do = (x.transpose(1, 2) for x in (q, k, v, do))
     case("q, k, v as [B, T, H, D] transposed")
     expect_close(flash.FlashAttentionTorch.apply(q, k, v, False), exact(q, k, v, do, False)["o"].float(), atol=2e-6)
+    case(f"the same, causal; {ELSEWHERE}")
+    found, leaf = [], q.clone().requires_grad_()
+    with (
+        torch.autograd.graph.saved_tensors_hooks(lambda x: found.append(x.device.type) or x, lambda x: x),
+        torch.device("meta"),
+    ):
+        o = flash.FlashAttentionTorch.apply(leaf, k, v, True)
+    read = "the contract: it makes its tensors on the device of q"
+    expect_equal({o.device.type, *found}, {"cpu"}, name="devices of out and of what is saved", read=read)
+    expect_close(o.detach(), exact(q, k, v, do, True)["o"].float(), atol=2e-6, read=read)
     case("k and v narrower than q")
     with expect_raises(ValueError, read=ERRORS):
         flash.FlashAttentionTorch.apply(q, k[..., :8], v[..., :8], False)
@@ -305,6 +316,12 @@ def test_flash_backward_of_any_strides():
     o, do = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (r["o"], do))
     got = flash.flash_backward(q, k, v, o, do, r["lse"], True)
     expect_close(got, tuple(r[n] for n in ("dq", "dk", "dv")), atol=1e-10, read="the contract, under Args")
+    case(f"the same; {ELSEWHERE}")
+    with torch.device("meta"):
+        got = flash.flash_backward(q, k, v, o, do, r["lse"], True)
+    devices = dict(zip(("dq", "dk", "dv"), (x.device.type for x in got), strict=True))
+    expect_equal(devices, dict.fromkeys(devices, "cpu"), name="devices", read="the contract, under Returns")
+    expect_close(got, tuple(r[n] for n in ("dq", "dk", "dv")), atol=1e-10, read="the contract, under Returns")
 
 
 def test_flash_backward_keeps_dtypes():
