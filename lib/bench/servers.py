@@ -8,7 +8,7 @@ random moments, whether or not those before are answered, and counts those of a 
 A server that does not keep up with a rate gets no higher one.
 The book's server gets four loads more. Three are at the highest rate: with a cache so small that the youngest requests
 lose their blocks and begin again; with prompts that begin alike; and with prompts as long that differ from the first
-word. In the fourth a prompt of 280 words is sent when the answer before is complete, so the server does nothing else.
+word. In the fourth a prompt of 360 words is sent when the answer before is complete, so the server does nothing else.
 
 Run ``python -m lib.bench.servers`` on a GPU; it adds to ``chapters/measurements/servers.json`` after each load.
 ``--tensor 1 2 4`` serves Llama 2 7B's shape instead, divided among so many GPUs, to 1 and to 64 clients that each send
@@ -48,7 +48,7 @@ SERVERS = {BOOK: (ALONE, BOOK, ALIKE, DIFFERENT), TRANSFORMERS: (TRANSFORMERS,),
 """The loads that each server gets."""
 START_S = 300.0  # in which a server must answer
 COMMON, OWN = 256, (16, 64)  # words with which prompts begin alike; fewest and most that follow
-WORDS, ANSWER = 280, 16  # of a prompt that is alone; tokens of its answer
+WORDS, ANSWER = 360, 16  # of a prompt that is alone; tokens of its answer
 COUNTS = ("workbook_preemptions_total", "workbook_prefix_tokens_found_total", "workbook_prompt_tokens_total")
 VLLM = (
     "for your own vLLM: vllm serve FOLDER --max-model-len 2048, then\n"

@@ -27,6 +27,7 @@ from lib.given.models.serving import Chunk, Layout, Progress, Request, check_req
 
 UNKNOWN = -1
 """In place of a token that the device has not computed yet."""
+NO_SCORES = "the model's scores of the next token are not finite"
 
 
 @dataclass(eq=False)
@@ -94,6 +95,7 @@ class Runner:
         self.states = States(self.cache) if "linear_attention" in getattr(model.config, "layer_types", ()) else None
         self.steps = make_steps(model, self.cache, scheduler.max_tokens) if self.is_fast() else None
         self._known = [(-1, 0)] * GRAPH_ROWS  # whose table each row of the next step holds, and of how many blocks
+        self._decoding: list[Progress] = []  # the requests of the last step's rows, if each had one
         self._flight = InFlight()
 
     def is_fast(self) -> bool:
@@ -191,9 +193,10 @@ class Runner:
         for progress, row in list(flight.rows.items()):
             request, token = progress.request, tokens[row]
             progress.tokens[flight.places[progress]] = token
-            fault = ArithmeticError("the model's scores of the next token are not finite")
-            new.append((request, fault if token == NOT_FINITE else self.told(progress, flight, token)))
-            if token in (NOT_FINITE, request.eos_id):  # the step that is in flight does not know this yet
+            is_lost = token == NOT_FINITE
+            told = ArithmeticError(NO_SCORES) if is_lost else self.told(progress, flight, token)
+            new.append((request, told))
+            if is_lost or token == request.eos_id:  # the step that is in flight does not know this yet
                 self.scheduler.cancel(request)
                 self._flight.rows.pop(progress, None)
         flight.rows = {}
@@ -226,7 +229,11 @@ class Runner:
         """The tokens of some chunks in one graph: few tokens row by row, and more in tiles."""
         assert self.steps is not None
         self.steps.wait()
-        in_rows = sum(chunk.n_tokens for chunk in chunks) <= GRAPH_ROWS
+        if self._goes_on(chunks):
+            return self._next_rows()
+        n_tokens = sum(chunk.n_tokens for chunk in chunks)
+        in_rows = n_tokens <= GRAPH_ROWS
+        self._decoding = [progress for progress, _ in chunks] if in_rows and n_tokens == len(chunks) else []
         return self._in_rows(chunks) if in_rows else self._in_tiles(chunks)
 
     def _in_rows(self, chunks: list[Chunk]) -> Float[Tensor, "n v"]:
@@ -240,20 +247,39 @@ class Runner:
             slots += self._slots(sequence, n)
             self._show_table(sequence, row, row + n)
             end = self.cache.lengths[sequence][0]
-            if n == 1:  # as of every request that decodes: the host has about a millisecond for hundreds of them
-                token = progress.tokens[progress.n_cached]
-                tokens.append(-1 - self._flight.rows[progress] if token == UNKNOWN else token)
-                positions.append(end - 1)
-                asked.append(row)
-            else:
-                tokens += progress.tokens[progress.n_cached : progress.n_cached + n]
-                positions += range(end - n, end)
-                asked += range(row + n - 1 - self.drafted.get(progress, 0), row + n)
+            new = progress.tokens[progress.n_cached : progress.n_cached + n]
+            tokens += [-1 - self._flight.rows[progress]] if new == [UNKNOWN] else new
+            positions += range(end - n, end)
+            asked += range(row + n - 1 - self.drafted.get(progress, 0), row + n)
         n_rows = len(tokens)
         steps.fields[:3, :n_rows] = tokens, positions, slots
         steps.fields[3, :n_rows] = steps.fields[1, :n_rows] + 1
         logits = steps.decode(n_rows)
         return logits.clone() if len(asked) == n_rows else logits[_sent(torch.tensor(asked), logits.device)]
+
+    def _goes_on(self, chunks: list[Chunk]) -> bool:
+        """Whether the step has the rows of the step before, which is in flight, each with its request's next token."""
+        requests = [progress for progress, n in chunks if n == 1]
+        return len(requests) == len(chunks) and requests == self._decoding == [*self._flight.rows]
+
+    def _next_rows(self) -> Float[Tensor, "n v"]:
+        """The logits of a step that goes on: the host has about a millisecond to prepare it for hundreds of requests,
+        so only those that begin a block are looked at one by one.
+        """
+        steps, n_rows = self.steps, len(self._decoding)
+        assert steps is not None
+        fields, ids = steps.fields[:, :n_rows], [self.sequences[progress] for progress in self._decoding]
+        fields[0] = -1 - np.arange(n_rows)
+        fields[1:] += 1
+        begins = fields[1] % self.cache.block_size == 0
+        for row in np.flatnonzero(begins).tolist():
+            (fields[2, row],) = self._slots(ids[row], 1)
+            self._show_table(ids[row], row, row + 1)
+        for sequence, is_longer in zip(ids, begins.tolist(), strict=True):
+            if not is_longer:
+                lengths = self.cache.lengths[sequence]
+                lengths[:] = [lengths[0] + 1] * len(lengths)
+        return steps.decode(n_rows).clone()
 
     def _in_tiles(self, chunks: list[Chunk]) -> Float[Tensor, "n v"]:
         """The tokens of each chunk in tiles of queries, which read its keys together."""

@@ -9,6 +9,7 @@ its engine has failed before. A second signal ends it at once.
 """
 
 import argparse
+import gc
 import importlib.util
 import ipaddress
 import logging
@@ -260,6 +261,7 @@ def run(service: Any, bound: socket.socket, url: str, grace_s: float) -> int:
     logging.getLogger("workbook.serve").setLevel(logging.INFO)
     server = make_server(service, grace_s, url)
     bound.listen(1024)
+    gc.freeze()  # a collection would look at every object that exists by now, while all answers wait
     server.run(sockets=[bound])
     if service.link.error:
         print(f"error: {service.link.error}", file=sys.stderr)

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from lib.fast.parts import one_row_hopper
 from lib.fast.parts.early import launch_early, wait_for_the_kernel_ahead
 from lib.fast.parts.narrow import LONG_ROW, Narrow, is_large
 from lib.given.kernels.mode import tl, triton
@@ -244,6 +245,9 @@ def one_int4_row(
     n_groups, words = weight.scales.shape[1], weight.numbers.view(torch.int32)
     n_columns, (columns, groups, warps) = weight.n_columns // 2 if gated else weight.n_columns, tile
     out = x.new_empty(1, n_columns) if into is None else into
+    if one_row_hopper.fits(x, weight):
+        one_row_hopper.one_row_of_levels(x, weight, gain, eps, gated, out, add=into is not None)
+        return out
     one_int4_row_kernel[(triton.cdiv(n_columns, columns),)](
         x, words, weight.scales, weight.zeros, gain, out, n_columns, n_groups, eps,
         NORM=gain is not None, GATED=gated, ADD=into is not None, COLS=columns, GROUPS=groups, GROUP=weight.group,

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lib.fast.decode import GRAPH_ROWS
 from lib.fast.parts.sample import NOT_FINITE, sample_rows, score_rows
+from lib.fast.serving import NO_SCORES
 from lib.given.models.serving import Chunk, Progress, Request
 from lib.runs.serving.drafters import Draft, Drafter, PromptDrafter, probabilities, shorten
 from lib.runs.serving.prefix import PrefixEngine, fault_of
@@ -65,7 +66,7 @@ class DraftEngine(PrefixEngine):
                 self.scheduler.advance(chunk)
             elif NOT_FINITE in [tokens[row] for row in own]:
                 self._keep(chunk, [0])
-                fault = ArithmeticError("the model's scores of the next token are not finite")
+                fault = ArithmeticError(NO_SCORES)
                 new.append((chunk.progress.request, fault))
             else:
                 kept = self._check(chunk, logits[own]) if chunk.progress in self.drafted else [tokens[own[0]]]

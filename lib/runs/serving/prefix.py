@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lib.fast.parts.sample import NOT_FINITE, score_rows
-from lib.fast.serving import InFlight, to_host
+from lib.fast.serving import NO_SCORES, InFlight, to_host
 from lib.given.models.serving import Chunk, Progress, Request
 from lib.llama import sample_next
 from lib.runs.serving.forms import Form, masked
@@ -114,7 +114,7 @@ class PrefixEngine(Engine):
 
     def _told(self, request: Request, token: int) -> Any:
         if request in self.without_scores:
-            return ArithmeticError("the model's scores of the next token are not finite")
+            return ArithmeticError(NO_SCORES)
         if fault := fault_of(request):
             return fault
         if request not in self.scores:
@@ -207,8 +207,8 @@ class PrefixEngine(Engine):
         """The logits, without the tokens that a request's form does not allow."""
         rows, forms = list[int](), list[Form]()
         for row, (progress, _) in enumerate(order):
-            form = form_of(progress.request) if order[row].completes else None
-            if form:
+            form = form_of(progress.request)
+            if form and order[row].completes:
                 new = progress.tokens[len(progress.request.tokens) :]
                 if progress in self._flight.rows and new:  # the step before: read while the device computes this one
                     new[-1] = self._flight.read()[self._flight.rows[progress]]

@@ -3,6 +3,7 @@
 Jobs and cancellations reach it between two steps; a report of each step goes back, with the tokens of all answers.
 """
 
+import gc
 import queue
 import threading
 import traceback
@@ -100,6 +101,7 @@ class Worker:
 
     def run(self) -> None:
         """Work until there is nobody to work for."""
+        gc.freeze()  # a collection would look at every object of PyTorch's while all requests wait
         threading.Thread(target=self._listen, name="listener", daemon=True).start()
         try:
             self._send()

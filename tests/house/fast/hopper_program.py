@@ -19,9 +19,9 @@ from lib.fast.attention.flash_stored import backward_launch, for_device
 from lib.fast.attention.flash_wide import ROLES
 from lib.fast.attention.flash_wide_hopper import hopper_wide
 from lib.fast.launch import Address, Box, Launch, Sizes
-from lib.fast.parts import grouped, loss_hopper, mlp
+from lib.fast.parts import grouped, loss_hopper, mlp, one_row_hopper
 
-B16, F32, I32, I64 = "bf16", "fp32", "i32", "i64"
+B16, F32, I32, I64, U8 = "bf16", "fp32", "i32", "i64", "u8"
 
 
 def machine_code(launch: Launch, dtypes: list[str]) -> str:
@@ -69,7 +69,17 @@ def launches() -> Iterator[tuple[str, Launch, list[str]]]:
         launch = mlp._forward_launch((4096, 768, 3072, form == "tanh", 132))
         yield f"GELU, {form}", launch, [B16, B16, F32, B16, B16]
     yield "slope", mlp._backward_launch((4096, 768, 3072, 132)), [B16] * 4 + [F32]
+    yield from products_of_levels()
     yield "loss", loss_hopper._powers_launch((16384, 768, 50304, 50257, 132)), [B16, B16, F32, I64, B16, F32]
+
+
+def products_of_levels() -> Iterator[tuple[str, Launch, list[str]]]:
+    """Of one row with a weight of levels."""
+    for gated in (False, True):
+        args = *map(Address, range(6)), 4096, 32, 1e-5, gated, gated, not gated, 4
+        options = {"num_warps": one_row_hopper.WARPS, "maxnreg": one_row_hopper.REGISTERS}
+        launch = Launch(one_row_hopper.one_row_of_levels_kernel, (1,), args, **options)
+        yield f"levels, {'gated' if gated else 'added'}", launch, [B16, U8, F32, U8, B16, B16]
 
 
 def main() -> None:
@@ -79,7 +89,9 @@ def main() -> None:
         if "--all" not in sys.argv and name.split(",")[0] in {other.split(",")[0] for other in found}:
             continue
         text = machine_code(launch, dtypes)
-        found[name] = {word: text.count(word) for word in ("HGMMA", "WARPGROUP.ARRIVE", "LDL", "STS ", "USETMAXREG")}
+        found[name] = {
+            word: text.count(word) for word in ("HMMA", "HGMMA", "WARPGROUP.ARRIVE", "LDL", "STS ", "USETMAXREG")
+        }
     print(json.dumps(found))
 
 

@@ -114,6 +114,40 @@ def test_the_fast_way_gives_the_same_tokens(fast, model, make, most, monkeypatch
 
 
 @pytest.mark.time_limit(120)
+def test_a_step_that_goes_on_has_the_rows_that_it_would_get_one_by_one(fast, model, monkeypatch):
+    """Meanwhile requests come, fork, are preempted, are cancelled and end, and blocks of two positions fill."""
+
+    def session(goes_on):
+        went_on, rows, found = [], [], []
+        engine = PrefixEngine(model, Scheduler(16, 26, 2))
+        monkeypatch.setattr(engine, "_goes_on", lambda chunks: goes_on(engine, chunks) and not went_on.append(1))
+        take = engine.steps.decode
+
+        def decode(n):
+            blocks = -(-engine.steps.fields[3, :n] // 2)
+            tables = [table[:k].tolist() for table, k in zip(engine.steps.tables, blocks, strict=False)]
+            rows.append((engine.steps.fields[:, :n].tolist(), tables))
+            return take(n)
+
+        monkeypatch.setattr(engine.steps, "decode", decode)
+        first = Wanted([3, 1, 4, 1, 5], 14)
+        asked = [first, Wanted(first.tokens, 14, 1.0, 2, first=first), *(Wanted([7, i], 12) for i in range(4))]
+        for step in range(40):
+            if step < 8 and asked:
+                engine.submit(asked.pop(0))
+            if step == 12:
+                engine.cancel(first)
+            found += [token for _, token in engine.step()]
+        assert not engine.is_busy
+        return len(went_on), rows, found
+
+    n_one_by_one, *expected = session(lambda engine, chunks: False)
+    n_went_on, *found = session(lambda engine, chunks: serving.Runner._goes_on(engine, chunks))
+    assert found == expected
+    assert n_one_by_one == 0 < 4 < n_went_on < len(found[0]) - 4
+
+
+@pytest.mark.time_limit(120)
 def test_a_block_that_was_copied_reaches_every_row_that_knew_the_one_before(fast, model):
     """A sequence moves to another row, there writes into a block that it shares, and comes back."""
     engine = Engine(model, Scheduler(16, 8, 4))

@@ -5,12 +5,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.functional import scaled_dot_product_attention, silu
+from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
 
 from lib.fast.attention.one_row import one_row_attention
 from lib.fast.attention.paged import ROWS, Tiles, cut, prompt_attention
 from lib.fast.parts import narrow as parts
+from lib.fast.parts import one_row_hopper
 from lib.fast.parts.narrow import dense
+from lib.fast.parts.one_row import one_row
 from lib.fast.parts.packed import FORMATS, Packed, pack
 from lib.fast.parts.rows import add_norm, embed, gate, merge, rotate_and_store
 from lib.fast.parts.sample import NOT_FINITE, sample_rows
@@ -39,6 +41,43 @@ def test_a_product_of_one_row(device, kind, large, monkeypatch):
         norm: Any = RMSNorm(width, 1e-3).to(device)
         norm.weight.data.copy_(1 + normal(width, device=device, seed=2))
         check_one_row(x, weight, wide if kind == "wide" else dense(weight, torch.float32), norm)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("n", "width"), [(10, 384), (4102, 4480)])
+def test_a_row_times_a_large_weight_of_levels_on_tensor_cores(n, width, monkeypatch):
+    """With columns and groups that no tile divides: alone, behind a norm, gated, and added to a stream."""
+    monkeypatch.setattr(parts, "LARGE", 10)
+    monkeypatch.setattr(parts, "LONG_ROW", 384)
+    x, gain, stream = (normal(1, k, device="cuda", seed=s).bfloat16() for s, k in enumerate((width, width, n)))
+    weight = narrow(normal(n, width, device="cuda", seed=3), "int4")
+    if not one_row_hopper.fits(x, weight):
+        pytest.skip("a GPU without these kernels")
+    wide, gain = dense(weight, torch.float32), gain[0]
+    product = linear(x.float(), wide)
+    normed = linear(rms_norm(x.float(), [width], gain.float(), 1e-3), wide)
+    gated = silu(normed[:, : n // 2]) * normed[:, n // 2 :]
+    bound = product.abs().max().item() / 2**7  # x times its gain is rounded, as are gate, product and sum
+    close(one_row(x, weight).float(), product, bound, 2**-7)
+    close(one_row(x, weight, gain, 1e-3).float(), normed, bound, 2**-7)
+    close(one_row(x, weight, gain, 1e-3, gated=True).float(), gated, bound * normed.abs().max().item(), 2**-6)
+    expected = stream.float() + product
+    close(one_row(x, weight, into=stream).float(), expected, bound, 2**-7)
+
+
+def test_tensor_cores_take_large_weights_of_levels_in_bfloat16(monkeypatch):
+    monkeypatch.setattr(one_row_hopper, "has_roles", lambda x: True)
+    x = torch.empty(1, parts.LONG_ROW, dtype=torch.bfloat16, device="meta")
+    numbers = torch.empty(parts.LARGE, parts.LONG_ROW // 2, dtype=torch.uint8, device="meta")
+    large, small, fine = (
+        parts.Narrow(levels, scales, scales.byte())
+        for levels, scales in (
+            (numbers, numbers[:, :32].float()), (numbers[1:], numbers[1:, :32].float()),
+            (numbers, numbers[:, :64].float()),
+        )
+    )  # fmt: skip
+    assert one_row_hopper.fits(x, large)
+    assert not any(one_row_hopper.fits(*pair) for pair in ((x.half(), large), (x, small), (x, fine)))
 
 
 @on_both

@@ -72,6 +72,9 @@ def test_the_kernels_compile_for_hopper_and_their_products_run_ahead(forms, tmp_
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     kernels = json.loads(done.stdout.splitlines()[-1])
+    of_levels = [kernels.pop(name) for name in list(kernels) if name.startswith("levels")]
+    assert len(of_levels) == (2 if forms == "all" else 1)
+    assert all(counts["LDL"] == 0 < counts["HMMA"] for counts in of_levels), of_levels
     roles = {"forward", "dQ", "dK/dV", "stored", "wide", "rows", "matrices", "GELU", "slope", "loss"}
     assert {name.split(",")[0] for name in kernels} == roles
     for name, counts in kernels.items():

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import json
 import multiprocessing
 import os
@@ -351,6 +352,14 @@ def test_a_body_that_never_ends_is_408_and_one_that_is_cut_off_is_no_fault(monke
             pass
         assert 'responses_total{status="408"} 1' in httpx.get(f"{server.root}/metrics").text
     assert "Traceback" not in capfd.readouterr().err
+
+
+def test_garbage_collections_pass_over_what_exists_at_the_start():
+    gc.unfreeze()
+    engine = PrefixEngine(models.make_tiny(), Scheduler(64, 200, 8), lambda n: None)
+    with running(Threaded(engine)) as made:
+        assert post(made, {"model": "fake", "prompt": "a", "max_tokens": 1}).status_code == 200
+        assert gc.get_freeze_count() > 0
 
 
 def test_what_is_not_there_is_404(server):
