@@ -481,7 +481,7 @@ def gptq(
     check_weights(weight, group_size, hessian)
     ### BEGIN SOLUTION
     n_columns = weight.shape[1]
-    w, h = weight.detach().double().clone(), hessian.double()
+    w, h = weight.detach().double().clone(), hessian.detach().double()
     damped = h + 0.01 * _positive(h.diagonal().mean()) * torch.eye(n_columns).to(h)
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
     upper = torch.linalg.cholesky(inverse, upper=True)

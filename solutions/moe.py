@@ -236,7 +236,7 @@ def update_router_bias(bias: Float[Tensor, " e"], counts: Int[Tensor, " e"], rat
         rate: How far a bias moves in a step.
 
     Returns:
-        A new tensor, ``bias + rate * sign(mean of counts - counts)``.
+        A new tensor in the dtype of bias, ``bias + rate * sign(mean of counts - counts)``.
 
     Source: Wang et al. (arXiv:2408.15664), Algorithm 1; DeepSeek-V3 (arXiv:2412.19437), section 2.1.2.
     """
@@ -263,7 +263,7 @@ class MoE(nn.Module):
         w1: Parameter ``[E, C, F]``, the gates; ``w3``, ``[E, C, F]``, the values; ``w2``, ``[E, F, C]``, back to the
             model's width; drawn as ``nn.Linear`` draws.
         router_bias: Buffer ``[E]``, initially zeros, added to the logits when experts are chosen and not when they are
-            weighted.
+            weighted. A forward pass leaves it unchanged.
         shared: The shared SwiGLU, or None.
         routing: For the balancing losses: float32 softmax ``[N, E]`` without the bias, with its gradient, and experts
             ``[N, k]`` of the last pass; None at first and in copies.

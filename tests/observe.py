@@ -9,14 +9,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class HostReads(TorchDispatchMode):
-    """Counts how often a tensor's value is copied to the host: item(), float(), if, tolist()."""
+    """Counts how often a tensor's value is copied to the host: item(), float(), if, tolist(); and, in ``n_masks``, how
+    often the host must ask how many numbers are left: x[mask], nonzero().
+    """
 
     def __init__(self):
         super().__init__()
-        self.n = 0
+        self.n = self.n_masks = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.n += func is torch.ops.aten._local_scalar_dense.default
+        aten = torch.ops.aten
+        self.n += func is aten._local_scalar_dense.default
+        is_mask = func is aten.index.Tensor and any(i is not None and i.dtype == torch.bool for i in args[1])
+        self.n_masks += is_mask or func in (aten.nonzero.default, aten.masked_select.default)
         return func(*args, **(kwargs or {}))
 
 

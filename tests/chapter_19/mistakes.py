@@ -34,6 +34,13 @@ the softmax is over the tokens instead of the experts
 - .softmax(-1) => .softmax(0)
 the weights are divided by the sum over all tokens instead of the token's own
 - weights.sum(-1, keepdim=True) => weights.sum()
+a chosen expert's probability is set to 0, where others may be 0, too: the same expert is chosen again
+- experts = probabilities.argsort(dim=-1, descending=True, stable=True)[..., :k]
++ left, chosen = probabilities.detach(), list[Tensor]()
++ for _ in range(k):
++     chosen.append(left.argmax(-1, keepdim=True))
++     left = left.scatter(-1, chosen[-1], 0.0)
++ experts = torch.cat(chosen, -1)
 
 # load_balancing_loss
 shares are counted of the N tokens instead of the N * k assignments: k times too large
@@ -204,6 +211,8 @@ the capacity factor is not used
 + return reference.capacity_mask(experts, n_experts, 1.0)
 the capacity is rounded to the nearest integer instead of up
 - math.ceil => round
+`one_hot` is not told the number of experts, and takes it from the largest one
+- nn.functional.one_hot(experts.T.flatten(), n_experts) => nn.functional.one_hot(experts.T.flatten())
 
 # update_router_bias
 the sign is the wrong way round: a busy expert is preferred even more
@@ -212,6 +221,10 @@ the bias moves by the difference itself instead of its sign
 - torch.sign =>
 the mean is rounded down to an integer
 - counts.double().mean() => counts.sum() // len(counts)
+the mean is rounded to the nearest integer
+- counts.double().mean() => counts.double().mean().round()
+counts become the bias's dtype: in bfloat16, 1001 and 1000 are the same number
+- counts.double().mean() - counts => counts.to(bias.dtype).mean() - counts.to(bias.dtype)
 counts are compared with their median instead of their mean
 - counts.double().mean() => counts.median()
 the bias is changed in place
@@ -272,6 +285,17 @@ the gate's silu is missing
 - nn.functional.silu =>
 the experts' weights start as zeros, so they never get a gradient
 - torch.empty(n_experts, n_in, n_out).uniform_(-(n_in**-0.5), n_in**-0.5) => torch.zeros(n_experts, n_in, n_out)
+all experts start with the same numbers
+- torch.empty(n_experts, n_in, n_out).uniform_(-(n_in**-0.5), n_in**-0.5)
++ torch.empty(1, n_in, n_out).uniform_(-(n_in**-0.5), n_in**-0.5).repeat(n_experts, 1, 1)
+the router's bias is updated in each forward pass; that is the training loop's task
++ counts = torch.bincount(experts.flatten(), minlength=len(self.router_bias))
++ self.router_bias = update_router_bias(self.router_bias, counts, 0.001)
+  self.routing = probabilities, experts
+the routing is kept in training only
+- self.routing = probabilities, experts
++ if self.training:
++     self.routing = probabilities, experts
 the experts' weights are drawn for the width that goes out, or for E, instead of the width that comes in
 - uniform_(-(n_in**-0.5), n_in**-0.5) => uniform_(-(n_out**-0.5), n_out**-0.5)
 the routing is computed in the layer's dtype instead of float32
@@ -339,6 +363,8 @@ the group is missing in the rows' all-to-all or in `experts_per_rank`
 - send, receive, group) => send, receive, None)
 the received counts are returned for each rank of origin, instead of added up over the ranks
 - return rows[by_expert], counts => return rows[by_expert], from_each
+the counts are int32 instead of int64
+- return rows[by_expert], counts, => return rows[by_expert], counts.int(),
 
 # combine
 the results are sent back sorted by expert, not in the order in which their rows arrived

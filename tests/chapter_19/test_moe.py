@@ -63,6 +63,13 @@ def test_top_k_router_prefers_the_lower_index():
     expect_equal(experts.tolist(), [[30, 0, 1]] * 2, name="experts", read="the contract: of equal ones the lower index")
 
 
+def test_top_k_router_chooses_no_expert_twice():
+    case("logits 200, 0, 0, 0, whose probabilities are 1, 0, 0, 0 in float32; k=3")
+    weights, experts = moe.top_k_router(torch.tensor([[200.0, 0.0, 0.0, 0.0]]), 3)
+    expect_equal(experts.tolist(), [[0, 1, 2]], name="experts", read="the contract: of equal ones the lower index")
+    expect_close(weights, torch.tensor([[1.0, 0.0, 0.0]]), name="weights", read=ROUTER)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
 def test_top_k_router_computes_in_float32(dtype):
     case(f"n=9 e=6 k=2, {dtype}")
@@ -562,6 +569,12 @@ def test_capacity_mask_of_many():
     expect_equal(answer.dtype, torch.bool, name="dtype", read="the contract, under Returns")
 
 
+def test_capacity_mask_of_no_tokens():
+    case("no tokens, k=2, 4 experts")
+    answer = moe.capacity_mask(torch.zeros(0, 2, dtype=torch.int64), 4, 1.0)
+    expect_equal((tuple(answer.shape), answer.dtype), ((0, 2), torch.bool), name="shape and dtype", read=ROOM)
+
+
 @oracle
 @pytest.mark.time_limit(60)  # where Transformers is imported; else milliseconds
 @pytest.mark.parametrize("room", [1, 6, 40])
@@ -597,9 +610,16 @@ def test_update_router_bias_by_hand():
 
 
 def test_update_router_bias_of_an_uneven_mean():
-    case("counts 9, 0, 2, 3, with mean 3.5; rate 0.25")
-    answer = moe.update_router_bias(torch.zeros(4), torch.tensor([9, 0, 2, 3]), 0.25)
-    expect_close(answer, torch.tensor([-0.25, 0.25, 0.25, 0.25]), read=BIAS)
+    case("counts 14, 0, 3, 4, 1, 0 with mean 3.67; rate 0.25")
+    answer = moe.update_router_bias(torch.zeros(6), torch.tensor([14, 0, 3, 4, 1, 0]), 0.25)
+    expect_close(answer, torch.tensor([-0.25, 0.25, 0.25, -0.25, 0.25, 0.25]), read=BIAS)
+
+
+def test_update_router_bias_of_a_bias_in_bfloat16():
+    case("counts 1001, 999, 1000 with mean 1000, all of which bfloat16 rounds to 1000; rate 0.25")
+    bias = torch.zeros(3, dtype=torch.bfloat16)
+    answer = moe.update_router_bias(bias, torch.tensor([1001, 999, 1000]), 0.25)
+    expect_close(answer, torch.tensor([-0.25, 0.25, 0.0], dtype=torch.bfloat16), read=BIAS)
 
 
 def test_update_router_bias_balances():
@@ -757,6 +777,9 @@ def test_MoE_starts_as_linear_layers_do():
             even = 0.9 * bound < largest <= bound and 0.54 < spread < 0.62
             expect_true(even, problem, answer=(name, e), read=read)
     expect_true(not torch.equal(layer.w1, layer.w3), "w1 and w3 are the same numbers", answer=0, read=read)
+    for name in ("w1", "w2", "w3"):
+        w = getattr(layer, name)
+        expect_true(not torch.equal(w[0], w[1]), f"{name} has the same numbers for all experts", answer=name, read=read)
     expect_true("router_bias" in layer.state_dict(), "the state dict has no router_bias", answer=0, read=read)
     expect_close(layer.router_bias, torch.zeros(3), name="router_bias", read=read)
     expect_equal(layer.routing, None, name="routing", read=read)
@@ -774,9 +797,9 @@ def test_MoE_routes_in_float32():
 
 
 def test_MoE_keeps_the_routing():
-    case("x [8, 6], 4 experts, k=2: what `routing` holds after a forward pass")
+    case("x [9, 6], 4 experts, k=2: what `routing` holds after a forward pass")
     layer, weights = make_moe(dtype=torch.float32)
-    x = randn(8, 6, seed=7)
+    x = randn(9, 6, seed=7)
     layer(x)
     read = "the contract, under Attributes: routing"
     expect_true(isinstance(layer.routing, tuple) and len(layer.routing) == 2, "routing is no pair", answer=0, read=read)
@@ -785,9 +808,11 @@ def test_MoE_keeps_the_routing():
     expect_close(probabilities, expected, name="probabilities", read=read)
     expect_true(probabilities.requires_grad, "the probabilities have no gradient", answer=probabilities, read=read)
     expect_equal(experts.tolist(), expected.topk(2).indices.tolist(), name="experts", read=read)
-    case("the same with router_bias [0, 9, 0, 0]: the probabilities don't see it")
+    expect_close(layer.router_bias, torch.zeros(4), name="router_bias after a forward pass", read=read)
+    case("the same with router_bias [0, 9, 0, 0] and after eval(): the probabilities don't see it")
     layer.router_bias.copy_(torch.tensor([0.0, 9.0, 0.0, 0.0]))
-    layer(x)
+    layer.eval()(-x)
+    expected = (-x @ weights["router.weight"].T).softmax(-1)
     expect_close(layer.routing[0], expected, name="probabilities", read=read)
 
 
@@ -1050,6 +1075,7 @@ def dispatch_on_ranks(rank, world_size):
     rows, counts, _ = moe.dispatch(x, experts_of(rank, routes), 4)
     local = range(rank * 4 // world_size, (rank + 1) * 4 // world_size)
     expect_equal(counts.tolist(), [len(rows_for(e, routes)) for e in local], name="counts", read=ORDER)
+    expect_equal(counts.dtype, torch.int64, name="dtype of counts", read="the contract, under Returns: counts")
     wanted = [t for e in local for t in rows_for(e, routes)]
     expect_close(
         rows,

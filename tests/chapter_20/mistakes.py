@@ -45,6 +45,12 @@ the division by the format's largest number is in the dtype of x instead of floa
 - torch.where(scale > 0, scale, 1.0) => torch.where(scale > 0, scale, 1.0).float()
 zeros get a smallest scale, such as 1e-12, instead of 1
 - torch.where(scale > 0, scale, 1.0) => torch.where(scale > 0, scale, 1e-12)
+the scale of small numbers is taken for 0, and becomes 1
+- torch.where(scale > 0, scale, 1.0) => torch.where(scale > 1e-12, scale, 1.0)
+NaN is replaced in x itself
++ scale = reference.absmax_scale(x, dtype, dim)
++ x.detach()[x.isnan()] = 0
++ return scale
 infinities become float32's largest number, and enter the scale as such
 + return reference.absmax_scale(x.float().nan_to_num(), dtype, dim)
 a tensor without numbers has no largest magnitude: `amax` raises instead of the scale being 1
@@ -86,6 +92,10 @@ divided in the dtype of x instead of float32
 - x.float() / expand_blocks(scale, x.shape) => x / expand_blocks(scale, x.shape).to(x.dtype)
 x is divided in place: the caller's tensor is changed
 - (x.float() / expand_blocks(scale, x.shape)) => x.float().div_(expand_blocks(scale, x.shape))
+NaN is replaced in x itself
++ q = reference.quantize(x, scale, dtype)
++ x[x.isnan()] = 0
++ return q
 the numbers come back in float32 instead of the format's dtype
 + return reference.quantize(x, scale, dtype).float()
 every block is divided by the first block's scale
@@ -156,6 +166,12 @@ the result is rounded to bfloat16 and then to out_dtype
 + return reference.scaled_matmul(a, b, scale_a, scale_b, torch.bfloat16).to(out_dtype)
 a's scale is used twice, and b's not at all
 - dequantize(b, scale_b) => dequantize(b, scale_a)
+one scale for a is taken to mean one for b, too: the blocks' scales of b don't broadcast
+- dequantize(a, scale_a) @ dequantize(b, scale_b)
++ a.float() @ b.float() * scale_a * scale_b if scale_a.numel() == 1 else dequantize(a, scale_a) @ dequantize(b, scale_b)
+one scale for b is taken to mean one for a, too: the blocks' scales of a don't broadcast
+- dequantize(a, scale_a) @ dequantize(b, scale_b)
++ a.float() @ b.float() * scale_a * scale_b if scale_b.numel() == 1 else dequantize(a, scale_a) @ dequantize(b, scale_b)
 `has_float8` is never asked: it says where a GPU multiplies such numbers
 - if has_float8(a): => if False:
 
@@ -172,6 +188,12 @@ the first steps are remembered instead of the last
 - [-self.history :] => [: self.history]
 the number is copied to the host (item() or float()), which has to wait for the GPU
 - _amax(_magnitudes(x)) => torch.tensor(_amax(_magnitudes(x)).item())
+`x[mask]` makes the host wait: the GPU must say how many numbers are left
+- _amax(_magnitudes(x)) => _amax(_magnitudes(x)[_magnitudes(x).isfinite()])
+a recorded step of zeros counts as no record, so the current tensor's scale is taken
+- if self.amax: => if self.amax and (x is None or torch.stack(self.amax).any()):
+x itself is changed: in float32, `x.float()` is no copy
+- _amax(_magnitudes(x)) => _amax(_magnitudes(x.detach().float().abs_()))
 x is not detached: what is recorded keeps the step's graph
 - x.detach().float() => x.float()
 all magnitudes of a step are recorded, not the largest alone
@@ -291,6 +313,13 @@ infinities decide the scale of their block
 + return reference.mx_quantize(x.float().clamp(-3e38, 3e38), block)
 the blocks are divided in place: in float32, `x.float()` is no copy
 - quantize(blocks, scale, => quantize(blocks.detach().div_(scale), torch.ones(()),
+NaN becomes 0, where it should stay NaN
+- quantize(blocks, scale, => quantize(blocks.nan_to_num(0, torch.inf, -torch.inf), scale,
+NaN decides the scale of its block
+- _magnitudes(blocks).amax(-1, keepdim=True) => blocks.abs().nan_to_num(torch.nan, posinf=0).amax(-1, keepdim=True)
+`view` cannot cut blocks out of rows that don't lie one after the other: `reshape` copies where it must
+- x.float().unflatten(-1, (-1, block))
++ x.float().view(-1, block).view(*x.shape[:-1], x.shape[-1] // block, block)
 the scales are float32 instead of float8_e8m0fnu
 - .to(torch.float8_e8m0fnu) =>
 
@@ -315,6 +344,11 @@ the zero points are returned before the scales
 + return q, zero, scale
 the weights are divided in place: in float32, `weight.float()` is no copy
 - groups / scale => groups.div_(scale)
+weights are divided in their own dtype instead of float32
+- torch.round(groups / scale) => torch.round(groups.to(weight.dtype) / scale.to(weight.dtype))
+`view` cannot cut groups out of rows that don't lie one after the other: `reshape` copies where it must
+- weight.detach().float().unflatten(1, (-1, group_size))
++ weight.detach().float().view(-1, group_size).view(weight.shape[0], -1, group_size)
 the zero point is cut off instead of rounded
 - torch.round(-low / scale) => torch.floor(-low / scale)
 one scale for a whole row, repeated for its groups
@@ -354,6 +388,10 @@ the levels that were given are changed in place
 + return packed
 an odd number of levels in a row is not refused
 + return reference.pack_int4(q[..., : q.shape[-1] // 2 * 2])
+`view` cannot cut pairs out of rows that don't lie one after the other: `reshape` copies where it must
+- return q[..., ::2] | q[..., 1::2] << 4
++ pairs = q.view(-1, 2)
++ return (pairs[:, 0] | pairs[:, 1] << 4).view(*q.shape[:-1], q.shape[-1] // 2)
 
 # unpack_int4
 the high four bits come first
@@ -407,6 +445,13 @@ the levels are kept one in a byte: packing is forgotten
 - unpack_int4(self.packed) => self.packed
 the packed weights are a plain attribute instead of a buffer: no state_dict has them
 - self.register_buffer(name, tensor) => (setattr if name == "packed" else nn.Module.register_buffer)(self, name, tensor)
+the scales and zero points are not in the state dict: `persistent=False`
+- self.register_buffer(name, tensor) => self.register_buffer(name, tensor, persistent=name == "packed")
+the given layer's parameters are frozen
++ linear.requires_grad_(False)
+  q, scale, zero =
+`view` cannot flatten an x whose vectors don't lie one after the other: `reshape` copies where it must
+- x.reshape(-1, x.shape[-1]) => x.view(-1, x.shape[-1])
 the weights stay beside the packed ones, as a parameter
 + self.weight = linear.weight
   q, scale, zero =
@@ -464,6 +509,12 @@ the damping has a smallest value, which is more than 1 % where inputs are small
 - h.diagonal().mean() => h.diagonal().mean().clamp(min=1e-6)
 the weight is not detached: the scales of a parameter carry the graph of all corrections
 - weight.detach().double() => weight.double()
+the Hessian is not detached: the scales carry its graph
+- hessian.detach() => hessian
+weights whose input is always 0 are set to 0, as in the authors' code; here they are rounded
+  n_columns = weight.shape[1]
++ dead = hessian.diagonal() == 0
++ weight = weight if dead.all() else weight * ~dead
 the corrected weights are kept in the dtype of the weights, which rounds each correction
 - weight.detach().double().clone() => weight.detach().clone()
 weights in float64 are not copied, so the corrections change the caller's tensor

@@ -99,10 +99,10 @@ def test_absmax_scale_of_blocks(shape):
 def test_absmax_scale_changes_nothing_in_place(dim):
     case(f"x in float32, so that x.float() is x itself; dim={dim}: x is as before")
     x = randn(5, 7)
-    x[2, 3] = torch.inf
+    x[2, 3], x[0, 1] = torch.inf, torch.nan
     given = x.clone()
     scale = low.absmax_scale(x, E4M3, dim)
-    expect_true(torch.equal(x, given), "the tensor that was given is changed", answer=scale, read=RETURNS)
+    expect_close(x, given, rtol=0, atol=0, name="x afterwards", answer=scale, read=RETURNS)
 
 
 def test_absmax_scale_of_a_transposed_matrix():
@@ -133,15 +133,20 @@ def test_absmax_scale_of_the_smallest_numbers():
     case("float32 numbers so small that a 448th of them is 0")
     answer = low.absmax_scale(torch.tensor([1e-45, 0.0]), E4M3)
     expect_true(bool(answer > 0), f"the scale is {answer}: expected a positive number", answer=answer, read=RETURNS)
+    case("4.48e-18 and 0: a 448th of the first is no zero")
+    answer = low.absmax_scale(torch.tensor([4.48e-18, 0.0]), E4M3)
+    expect_close(answer, torch.tensor(1e-20), rtol=1e-6, atol=0, read=RETURNS)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
 def test_absmax_scale_is_float32(dtype):
-    case(f"x in {dtype}, with a gradient")
     x = (3 * randn(4, 6)).to(dtype).requires_grad_()
-    answer = low.absmax_scale(x, E4M3)
-    expect_close(answer, x.detach().abs().max().float() / 448, rtol=1e-6, atol=0, read=RETURNS)
-    expect_true(not answer.requires_grad, "a scale has no gradient", answer=answer, read=RETURNS)
+    size = x.detach().abs().float()
+    for dim, largest in ((None, size.max()), (1, size.amax(1, keepdim=True)), ((128, 128), size.max().view(1, 1))):
+        case(f"x in {dtype}, with a gradient; dim={dim}")
+        answer = low.absmax_scale(x, E4M3, dim)
+        expect_close(answer, largest / 448, rtol=1e-6, atol=0, read=RETURNS)
+        expect_true(not answer.requires_grad, "a scale has no gradient", answer=answer, read=RETURNS)
 
 
 @pytest.mark.parametrize(
@@ -176,13 +181,14 @@ def test_absmax_scale_refuses_a_format():
 
 
 def test_absmax_scale_refuses_blocks():
-    case("blocks of 64 x 64 and of 128 x 64; blocks of a vector")
+    case("blocks of 64 x 64, of 128 x 64 and of 64 x 128; blocks of a vector, and of three dimensions")
     low.absmax_scale(torch.ones(3, 4), INT8)
-    for sizes in ((64, 64), (128, 64)):
+    for sizes in ((64, 64), (128, 64), (64, 128)):
         with expect_raises(ValueError, "64", read=RAISES):
             low.absmax_scale(torch.ones(3, 4), E4M3, sizes)
-    with expect_raises(ValueError, "5", read=RAISES):
-        low.absmax_scale(torch.ones(5), E4M3, (128, 128))
+    for shape in ((5,), (2, 3, 5)):
+        with expect_raises(ValueError, "5", read=RAISES):
+            low.absmax_scale(torch.ones(shape), E4M3, (128, 128))
 
 
 @oracle
@@ -249,6 +255,13 @@ def test_quantize_with_each_scale(shape, dtype):
         expect_close(low.quantize(x, scale, dtype).float(), expected, atol=0, rtol=0, read=ROUND)
 
 
+def test_quantize_of_three_dimensions():
+    case("x [2, 3, 4] in int8, a scale for each row [2, 3, 1]")
+    x, scale = 100 * randn(2, 3, 4), torch.rand(2, 3, 1) + 2
+    q = low.quantize(x, scale, INT8)
+    expect_equal(q.tolist(), (x / scale).round().clamp(-127, 127).to(INT8).tolist(), answer=q, read=ROUND)
+
+
 def by_number(blocks: Tensor, shape: tuple[int, ...]) -> Tensor:
     """The scale of each number, by Python's division."""
     rows, columns = (torch.arange(n) // 128 for n in shape)
@@ -266,9 +279,10 @@ def test_quantize_divides_in_float32():
 def test_quantize_changes_nothing_in_place(dtype):
     case(f"x in float32, so that x.float() is x itself; {dtype}: x is as before")
     x = randn(5, 7)
+    x[2, 3], x[0, 1] = torch.inf, torch.nan
     given = x.clone()
     q = low.quantize(x, torch.tensor(0.3), dtype)
-    expect_true(torch.equal(x, given), "the tensor that was given is changed", answer=q, read=RETURNS)
+    expect_close(x, given, rtol=0, atol=0, name="x afterwards", answer=q, read=RETURNS)
 
 
 @oracle
@@ -440,6 +454,18 @@ def test_scaled_matmul_of_each_granularity(sizes, kind, dtypes):
     expect_close(answer, expected.float(), rtol=1e-5, atol=1e-5 * expected.abs().max().item(), read=PRODUCT)
 
 
+@pytest.mark.parametrize("other", ["rows", "blocks"])
+def test_scaled_matmul_of_two_granularities(other):
+    sizes = (140, 260, 33)
+    a, b = factors(*sizes)
+    (one_a, one_b), (scale_a, scale_b) = scales_of("one", *sizes), scales_of(other, *sizes)
+    for name, given in (("b", (one_a, scale_b)), ("a", (scale_a, one_b))):
+        case(f"m, k, n = {sizes}: {other} for {name}, and one scale for the other factor")
+        expected = in_full(a, b, *given)
+        answer = low.scaled_matmul(a, b, *given, torch.float32)
+        expect_close(answer, expected.float(), rtol=1e-5, atol=1e-5 * expected.abs().max().item(), read=PRODUCT)
+
+
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_scaled_matmul_is_rounded_once(out_dtype):
     case(f"m, k, n = 8, 600, 4, {out_dtype} out: sums in float32, rounded at the end")
@@ -577,6 +603,8 @@ def test_DelayedScale_without_a_past():
     case("nothing recorded: the current tensor's scale, and an error without one")
     past = low.DelayedScale()
     expect_close(past.scale(E4M3, torch.tensor([896.0])), torch.tensor(2.0), read="the contract of scale")
+    in_e5m2 = past.scale(E5M2, torch.tensor([2.0 * LARGEST[E5M2]]))
+    expect_close(in_e5m2, torch.tensor(2.0), name="in e5m2", read="the contract of scale")
     past.update(torch.tensor([448.0]))
     expect_close(past.scale(E4M3), torch.tensor(1.0), name="after one step", read=PAST)
     with expect_raises(ValueError, read="the contract of scale, under Raises"):
@@ -588,6 +616,8 @@ def test_DelayedScale_of_zeros_and_infinities():
     past = low.DelayedScale()
     past.update(torch.zeros(3))
     expect_close(past.scale(E4M3), torch.tensor(1.0), name="zeros", read="the contract of scale")
+    now = past.scale(E4M3, torch.tensor([896.0]))
+    expect_close(now, torch.tensor(1.0), name="zeros, and x of 896", read="the contract of scale")
     past.update(torch.tensor([torch.inf, torch.nan, -4.48]))
     expect_close(
         past.scale(E4M3), torch.tensor(0.01), rtol=1e-6, atol=0, name="afterwards", read="the contract of update"
@@ -601,6 +631,7 @@ def test_DelayedScale_keeps_no_tensor():
     )
     past, x = low.DelayedScale(), torch.tensor([448.0, -896.0])
     past.update(x)
+    expect_close(x, torch.tensor([448.0, -896.0]), name="x after the update", read="the contract of update")
     x.mul_(100)
     expect_close(past.scale(E4M3), torch.tensor(2.0), read="the contract of update")
 
@@ -625,12 +656,13 @@ def test_DelayedScale_holds_a_number_for_each_step():
 
 
 def test_DelayedScale_does_not_wait_for_the_number():
-    case("two steps: item(), float() and if are counted")
+    case("two steps: item(), float(), if and x[mask] are counted")
     past = low.DelayedScale()
     with HostReads() as host:
         past.update(torch.tensor([448.0]))
         past.update(torch.tensor([896.0]))
-    expect_equal(host.n, 0, name="values copied to the host", read="the contract of update")
+    found = host.n, host.n_masks
+    expect_equal(found, (0, 0), name="values copied, x[mask] taken", read="the contract of update")
 
 
 def test_DelayedScale_divides_in_float32():
@@ -968,20 +1000,21 @@ def test_mx_quantize_of_powers_of_two():
 
 
 def test_mx_quantize_of_zeros_and_of_the_smallest():
-    case("a block of zeros, one of 1e-40, one of 3e38, one with an infinity and 1")
-    x = torch.zeros(4, 32)
-    x[1], x[2], x[3, 0], x[3, 1] = 1e-40, 3e38, -torch.inf, 1.0
+    case("a block of zeros, one of 1e-40, one of 3e38, one with an infinity and 1, one with NaN and 1")
+    x = torch.zeros(5, 32)
+    x[1], x[2], x[3, 0], x[4, 0], x[3:, 1] = 1e-40, 3e38, -torch.inf, torch.nan, 1.0
     elements, scales = low.mx_quantize(x)
-    wanted = torch.tensor([[2.0**-127], [2.0**-127], [2.0**119], [2.0**-8]])
+    wanted = torch.tensor([[2.0**-127], [2.0**-127], [2.0**119], [2.0**-8], [2.0**-8]])
     expect_close(scales.double(), wanted.double(), rtol=0, atol=0, name="scales", answer=scales, read=RETURNS)
-    first = torch.tensor([0.0, 1e-40 * 2.0**127, 448.0, -448.0]).to(E4M3).float()
+    first = torch.tensor([0.0, 1e-40 * 2.0**127, 448.0, -448.0, torch.nan]).to(E4M3).float()
     expect_close(elements[:, 0].float(), first, name="first elements", answer=elements, read=RETURNS)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [(32,), (3, 64), (2, 3, 96)], ids=str)
-def test_mx_quantize_of_many(shape):
-    case(f"x {shape}, numbers of many sizes, float64 arithmetic")
-    x = randn(*shape) * torch.exp2(randn(*shape, seed=1).mul(8).round())
+def test_mx_quantize_of_many(shape, dtype):
+    case(f"x {shape} in {dtype}, numbers of many sizes")
+    x = (randn(*shape) * torch.exp2(randn(*shape, seed=1).mul(8).round())).to(dtype)
     elements, scales = low.mx_quantize(x)
     blocks = x.double().unflatten(-1, (-1, 32))
     powers = torch.tensor([math.frexp(v)[1] - 9 for v in blocks.abs().amax(-1).flatten().tolist()]).double()
@@ -997,6 +1030,14 @@ def test_mx_quantize_changes_nothing_in_place():
     given = x.clone()
     elements, _ = low.mx_quantize(x)
     expect_true(torch.equal(x, given), "the tensor that was given is changed", answer=elements, read=RETURNS)
+
+
+def test_mx_quantize_of_a_transposed_matrix():
+    case("x [64, 64], the transpose of a matrix, as the second factor of a product is: its rows are not contiguous")
+    x = randn(64, 64)
+    answer, wanted = (low.mx_quantize(t) for t in (x.T, x.T.contiguous()))
+    for name, mine, other in zip(("elements", "scales"), answer, wanted, strict=True):
+        expect_equal(mine.float().tolist(), other.float().tolist(), name=name, answer=mine, read=SHARED)
 
 
 def test_mx_quantize_of_no_numbers():
@@ -1117,12 +1158,20 @@ def test_quantize_int4_of_ties():
 
 
 def test_quantize_int4_of_other_dtypes():
-    case("weight [2, 64] in bfloat16, a parameter, groups of 32: scales in float32 and no gradient")
-    weight = nn.Parameter(randn(2, 64, dtype=torch.bfloat16))
+    case("weight [32, 64] in bfloat16, a parameter, groups of 32: scales in float32 and no gradient")
+    weight = nn.Parameter(randn(32, 64, dtype=torch.bfloat16))
     q, scale, _ = low.quantize_int4(weight, 32)
     groups = weight.detach().float().unflatten(1, (-1, 32))
     expect_close(scale, (groups.amax(-1) - groups.amin(-1)) / 15, name="scale", answer=scale, read=RETURNS)
     expect_true(not scale.requires_grad, "the scale has a gradient", answer=q, read=RETURNS)
+    expect_equal(q.tolist(), nearest(weight.detach().float(), 32)[0].tolist(), name="q", answer=q, read=RETURNS)
+
+
+def test_quantize_int4_of_a_transposed_matrix():
+    case("weight [8, 64], the transpose of a matrix, as GPT-2's checkpoints have it: its rows are not contiguous")
+    weight = randn(64, 8).T
+    answer, wanted = low.quantize_int4(weight, 32), low.quantize_int4(weight.contiguous(), 32)
+    expect_close(answer, wanted, rtol=0, atol=0, read=GROUPS)
 
 
 def test_quantize_int4_refuses():
@@ -1188,6 +1237,8 @@ def test_pack_int4_of_all_pairs():
     expected = (low_half + 16 * high_half).tolist()
     expect_equal(low.pack_int4(q).tolist(), expected, answer=low.pack_int4(q), read="the contract")
     expect_equal(low.pack_int4(q.view(2, 8, 32)).tolist(), [expected[:8], expected[8:]], read="the contract")
+    case("the same levels, the transpose of another tensor")
+    expect_equal(low.pack_int4(q.T.contiguous().T).tolist(), expected, read="the contract")
 
 
 def test_pack_int4_changes_nothing_in_place():
@@ -1383,6 +1434,15 @@ def test_Int4Linear_holds_half_a_byte_for_each_weight():
     expect_close(
         linear.weight.detach(), randn(10, 256, seed=1), name="the layer's weight", read="the contract, under Args"
     )
+    frozen = [name for name, p in linear.named_parameters() if not p.requires_grad]
+    expect_equal(frozen, [], name="parameters of the layer that are frozen", read="the contract, under Args")
+
+
+def test_Int4Linear_of_a_transposed_x():
+    case("x [3, 4, 64], the transpose of another tensor: its vectors don't lie one after the other")
+    layer, _, _, _ = layer_of_int4()
+    x = randn(64, 4, 3, seed=3).transpose(0, 2)
+    expect_close(layer(x), layer(x.contiguous()), rtol=1e-5, atol=1e-5, read="the contract of forward")
 
 
 def test_Int4Linear_groups_of_128_unless_told():
@@ -1394,7 +1454,8 @@ def test_Int4Linear_groups_of_128_unless_told():
 def test_Int4Linear_loads_a_state_dict():
     case("the buffers of one layer are loaded into another: the outputs are equal")
     (one, _, x, _), (other, _, _, _) = layer_of_int4(), layer_of_int4(bias=True)
-    other.packed.zero_()
+    for buffer in other.buffers():
+        buffer.zero_()
     other.load_state_dict(one.state_dict())
     expect_close(other(x), one(x), atol=0, rtol=0, read="the contract, under Attributes")
 
@@ -1509,13 +1570,15 @@ def test_gptq_changes_nothing_in_place(dtype):
 
 
 def test_gptq_of_a_parameter():
-    case("an nn.Parameter [3, 16] in groups of 8: the values of a plain tensor, and no result has a gradient")
     weight, _, hessian = correlated(3, 16, 64)
     wanted = low.gptq(weight.clone(), hessian, 8)
-    answer = low.gptq(nn.Parameter(weight.clone()), hessian, 8)
-    names = [name for name, t in zip(("q", "scale", "zero"), answer, strict=True) if t.requires_grad]
-    expect_true(not names, f"{' and '.join(names)} requires a gradient", answer=answer, read=RETURNS)
-    expect_close(answer, wanted, rtol=0, atol=0, read=RETURNS)
+    for name in ("an nn.Parameter", "a Hessian with a gradient"):
+        case(f"{name}, weight [3, 16] in groups of 8: the values of plain tensors, and no result has a gradient")
+        given = nn.Parameter(weight.clone()) if "Parameter" in name else weight.clone()
+        answer = low.gptq(given, hessian.clone().requires_grad_("Hessian" in name), 8)
+        names = [name for name, t in zip(("q", "scale", "zero"), answer, strict=True) if t.requires_grad]
+        expect_true(not names, f"{' and '.join(names)} requires a gradient", answer=answer, read=RETURNS)
+        expect_close(answer, wanted, rtol=0, atol=0, read=RETURNS)
 
 
 def test_gptq_of_weights_in_bfloat16():
@@ -1618,6 +1681,8 @@ def test_gptq_of_a_singular_hessian():
         answer=q,
         read="the contract, under Args",
     )
+    rounded = nearest(weight, 16)[0][:, 5].tolist()
+    expect_equal(q[:, 5].tolist(), rounded, name="levels of the column that is always 0", answer=q, read=ERROR)
     q, _, _ = low.gptq(weight, torch.zeros(32, 32), 16)
     expect_equal(
         q.tolist(), nearest(weight, 16)[0].tolist(), name="q without inputs", answer=q, read="the contract, under Args"
