@@ -1365,6 +1365,8 @@ def test_save_checkpoint_can_be_killed_before_each_touch_of_the_disk(tmp_path):
         step: int | str
         try:
             step = step_in(path)
+        except NotImplementedError:  # load_checkpoint is the next exercise
+            raise
         except Exception as error:
             step = f"unreadable: {type(error).__name__}"
         expect_true(
@@ -1404,6 +1406,8 @@ def test_save_checkpoint_can_be_killed_at_any_moment(tmp_path):
         step: int | str
         try:
             step = step_in(path)
+        except NotImplementedError:  # load_checkpoint is the next exercise
+            raise
         except Exception as error:
             step = f"unreadable: {type(error).__name__}"
         expect_true(

@@ -12,7 +12,7 @@ from lib.workbook.book.catalog import CHAPTER_FILE, ROOT, BookError, Chapter, Ex
 from lib.workbook.book.sources import write_bytes
 
 KINDS = {"eq": "equation", "ex": "exercise"}
-_LABEL = {kind: rf"\b{kind}-[a-z0-9_-]*[a-z0-9]" for kind in KINDS}
+_LABEL = {kind: rf"\b{kind}-[a-z0-9_-]*[a-z0-9]-?" for kind in KINDS}  # a name may end with an underscore
 _ANY = re.compile("|".join(_LABEL.values()))
 _RUNS = {kind: re.compile(rf"{label}(?:(?:, | and | to ){label})*") for kind, label in _LABEL.items()}
 

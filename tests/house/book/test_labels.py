@@ -86,6 +86,7 @@ def test_every_chapter_names_its_equations_by_label():
         ("eq-amp-2, and the contract of ex-amp-round-to-format", "equation (11.2), and the contract of exercise 11.2"),
         ("made of ex-gpt2-layer-norm to ex-gpt2-mlp: mend", "made of exercises 6.1 to 6.4: mend"),
         ("eq-rope-99", "eq-rope-99"),
+        ("the contract of ex-training-clip-gradient-norm-, under Args", "the contract of exercise 7.5, under Args"),
         ("index-free, ex-cathedra", "index-free, ex-cathedra"),
     ],
 )
