@@ -243,6 +243,17 @@ the result has the dtype of the first output: a second one in a wider dtype is r
 - torch.promote_types(o.dtype, other_o.dtype) => o.dtype
 the output has the dtype of the logsumexp: two bfloat16 outputs become float32
 - torch.promote_types(o.dtype, other_o.dtype) => lse.dtype
+the logsumexps are shifted in place: the caller's tensors have changed
+  nothing = mine + others == 0
++ with torch.no_grad():
++     lse.sub_(shift)
+where one side saw no key, the other side's own tensors are returned, not new ones
++ dtype = torch.promote_types(o.dtype, other_o.dtype)
++ if bool(torch.isneginf(other_lse).all()):
++     return o.to(dtype), lse
++ if bool(torch.isneginf(lse).all()):
++     return other_o.to(dtype), other_lse
+  shift = torch.maximum
 the logsumexp is rounded to the dtype of the outputs: it should keep its own
 + merged, total = reference.merge_attention(o, lse, other_o, other_lse)
 + return merged, total.to(merged.dtype)
@@ -346,6 +357,8 @@ the slices have no bounds: `slice(None)` instead of `slice(0, length)`
 - slice(0, length) => slice(None)
 an odd share is cut into unequal halves instead of refused
 - equal_part(length, 2, "a zigzag share") => length // 2
+an odd length is refused for contiguous shares, too, which are not halved
+- equal_part(length, 2, "a zigzag share") if layout == "zigzag" else 0 => equal_part(length, 2, "a zigzag share")
 layout and length are checked only where a mask cuts the block: without one, everything passes
 + if not is_causal or source == rank:
 +     return slice(0, length), slice(0, length), is_causal
@@ -473,6 +486,12 @@ for "ulysses", the way back of the output is not counted: three all-to-alls of f
 a length or heads that the ranks don't divide are rounded down instead of refused
 - equal_part(length, n_ranks, "length") => length // n_ranks
 - equal_part(heads, n_ranks, "the number of query heads") =>
+for "ring", too, the ranks have to divide the heads, although it cuts no heads
+  if kind == "ring":
++     equal_part(heads, n_ranks, "the number of query heads")
+for "ulysses", a length that the ranks don't divide is rounded down
+- equal_part(length, n_ranks, "length")
++ (equal_part(length, n_ranks, "length") if kind != "ulysses" else length // n_ranks)
 every kind but "ring" is counted as "ulysses": another string is not refused
 + return right_bytes(config, batch, length, n_ranks, kind if kind == "ring" else "ulysses")
 the bytes are a float: bytes are counted in whole numbers, which // divides
@@ -485,6 +504,11 @@ only one of the two products of a block is counted: half the FLOPs, so twice the
 + return reference.hidden_length(config, n_ranks, 2 * peak_flops, bandwidth)
 the length of the whole sequence is returned instead of one rank's share
 + return n_ranks * reference.hidden_length(config, n_ranks, peak_flops, bandwidth)
+the length is rounded to the nearest one, where sending may still take longer
+- math.ceil(groups * peak_flops / (config.n_heads * bandwidth))
++ max(1, round(groups * peak_flops / (config.n_heads * bandwidth)))
+`n_kv_heads` is read without a default: a model whose heads all have keys of their own has no such number
+- getattr(config, "n_kv_heads", config.n_heads) => config.n_kv_heads
 the length is rounded down: there, sending still takes longer
 - math.ceil => math.floor
 the bytes of K are counted and those of V are not

@@ -467,17 +467,30 @@ def test_merge_attention_of_large_scores():
 def test_merge_attention_dtypes():
     case("o float32 with other_o bfloat16: float32; the inputs stay")
     o, lse, other_lse = randn(3, 2), randn(3), randn(3, seed=1)
-    other, before = randn(3, 2, seed=2).bfloat16(), o.clone()
+    other = randn(3, 2, seed=2).bfloat16()
+    inputs = {"o": o, "lse": lse, "other_o": other, "other_lse": other_lse}
+    before = {name: x.clone() for name, x in inputs.items()}
     merged, total = cp.merge_attention(o, lse, other, other_lse)
     found = [str(merged.dtype), str(total.dtype)]
     expect_equal(found, ["torch.float32"] * 2, name="dtypes", read="the contract, under Returns")
-    expect_close(o, before, name="o afterwards")
+    for name, x in inputs.items():
+        expect_close(x, before[name], name=f"{name} afterwards", answer=[merged, total])
     case("o and other_o bfloat16, lse float32: bfloat16 and float32")
     found = [str(x.dtype) for x in cp.merge_attention(o.bfloat16(), lse, other, other_lse)]
     expect_equal(found, ["torch.bfloat16", "torch.float32"], name="dtypes", read="the contract, under Returns")
     case("o bfloat16 with other_o float32: float32")
     merged, _ = cp.merge_attention(other, lse, o, other_lse)
     expect_equal(str(merged.dtype), "torch.float32", name="dtype", read="the contract, under Returns")
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_merge_attention_returns_new_tensors(side):
+    case(f"no row saw a key on the {side}: the result shares no memory with the other side")
+    full, empty = (randn(3, 2), randn(3)), (torch.zeros(3, 2), torch.full((3,), -math.inf))
+    found = cp.merge_attention(*(empty + full if side == "left" else full + empty))
+    expect_close(found, full, read=MERGE)
+    shared = [name for name, x, y in zip(("o", "lse"), found, full, strict=True) if x.data_ptr() == y.data_ptr()]
+    expect_equal(shared, [], name="shared", answer=[*found, shared], read="the contract, under Returns: new tensors")
 
 
 # ---- to zigzag -------------------------------------------------------------------------------------------------------
@@ -603,6 +616,12 @@ def test_ring_block_by_hand():
     case("4 positions on a rank, causal, contiguous: rank 1 with the pairs of ranks 0, 1 and 2")
     found = [as_table(cp.ring_block(1, source, 4, True, "contiguous")) for source in range(3)]
     expect_equal(found, [[0, 4, 0, 4, False], [0, 4, 0, 4, True], None], read=RING)
+    case("5 positions on a rank, causal, contiguous: rank 1 with the pair of rank 0")
+    try:
+        odd = as_table(cp.ring_block(1, 0, 5, True))
+    except ValueError:
+        expect_true(False, "an odd length is refused, though contiguous shares are not halved", answer=5, read=RING)
+    expect_equal(odd, [0, 5, 0, 5, False], read=RING)
     case("4 positions on a rank, without a mask: rank 1 with the pairs of ranks 0, 1 and 2")
     for layout in ("contiguous", "zigzag"):
         found = [as_table(cp.ring_block(1, source, 4, layout=layout)) for source in range(3)]
@@ -918,6 +937,12 @@ def test_context_parallel_bytes_by_hand():
     case("B=1 T=8, three layers of 12 heads of 4 with 4 key heads, two ranks: ring")
     # A pair is 2 x 4 heads x 4 positions x 4 wide x 2 bytes = 256 bytes; three of them a layer.
     expect_equal(cp.context_parallel_bytes(GROUPED, 1, 8, 2, "ring"), 3 * 3 * 256, read=RING_BYTES)
+    case("B=1 T=10, three layers of 12 heads of 4 with 4 key heads, five ranks: ring")
+    try:
+        on_five = cp.context_parallel_bytes(GROUPED, 1, 10, 5, "ring")
+    except ValueError:
+        expect_true(False, "5 ranks are refused for 12 heads, but a ring cuts no heads", answer=5, read=RING_BYTES)
+    expect_equal(on_five, 3 * 3 * 4 * 128, read=RING_BYTES)
     case("B=1 T=8, three layers of 12 heads of 4 with 4 key heads, two ranks: ulysses")
     # 12 + 4 + 4 + 12 heads of 4 positions x 4 wide x 2 bytes = 32 bytes; half of them is sent, forward and backward.
     expect_equal(cp.context_parallel_bytes(GROUPED, 1, 8, 2, "ulysses"), 3 * 2 * 32 * 32 // 2, read=ULYSSES_BYTES)
@@ -947,6 +972,7 @@ def test_context_parallel_bytes_of_models(config, batch, length, n_ranks, ring, 
 def test_context_parallel_bytes_refuse():
     for says, (length, n_ranks, kind) in {
         ("10", "4"): (10, 4, "ring"),
+        ("9", "4"): (9, 4, "ulysses"),
         ("12", "8"): (16, 8, "ulysses"),
         ("striped",): (8, 2, "striped"),
         ("zigzag",): (8, 2, "zigzag"),  # behind "ulysses" in the alphabet
@@ -1034,6 +1060,11 @@ def test_context_parallel_bytes_are_the_ledgers(ranks, n_ranks):
 def test_hidden_length_by_hand():
     case("12 query heads and 4 key heads, 600 FLOPs and 10 bytes a second: L x 12 / 600 = 4 / 10 at L = 20")
     expect_equal(cp.hidden_length(GROUPED, 4, 600.0, 10.0), 20, read=HIDDEN)
+    case("12 query heads and 4 key heads, 610 FLOPs and 10 bytes a second: 20.33 positions are rounded up")
+    expect_equal(cp.hidden_length(GROUPED, 4, 610.0, 10.0), 21, read=HIDDEN)
+    case("GPT-2, whose 3 query heads have 3 key heads, 600 FLOPs and 10 bytes a second")
+    gpt2 = GPT2Config(vocab_size=16, context_len=16, dim=12, n_layers=2, n_heads=3)
+    expect_equal(cp.hidden_length(gpt2, 4, 600.0, 10.0), 60, read=HIDDEN)
 
 
 @pytest.mark.parametrize(

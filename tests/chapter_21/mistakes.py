@@ -60,6 +60,12 @@ one norm is counted for each layer; a layer has two
 - (2 * config.n_layers + 1) => (config.n_layers + 1)
 attention is counted for one layer only
 - 2 * config.n_layers * config.dim * length => 2 * config.dim * length
+attention's products are counted for the key heads only; every query head has its own
+- 2 * config.n_layers * config.dim * length => 2 * config.n_layers * config.n_kv_heads * config.head_dim * length
+the last norm, behind all layers, is counted as a product
+- (2 * config.n_layers + 1) => 2 * config.n_layers
+the new position is left out of the cache, but `length` counts it
+- kv_cache_bytes(config, 1, length) => kv_cache_bytes(config, 1, length - 1)
 
 # compute_bound_decode_batch
 the cache is ignored: each sequence brings bytes of its own
@@ -146,6 +152,9 @@ blocks are handed out in order, and those that were freed never again
 blocks are numbered from 1
 @@ __init__
 + self.n_users, self.unused = [0] * (n_blocks + 1), list(range(1, n_blocks + 1))
+the free blocks are kept in the class, so that all pools share one list
+- self.n_users, self.unused = [0] * n_blocks, list(range(n_blocks))
++ self.n_users, type(self).unused = [0] * n_blocks, list(range(n_blocks))
 free takes the user away before it checks, so that a refused call leaves -1 users
 @@ free
 - self.n_users, block => [1] * len(self.n_users), block
@@ -219,6 +228,12 @@ shapes are not checked, and what broadcasts is stored
 a sequence that begins with blocks of others does not become their user
 - [self.allocator.share(block) for block in blocks] => list(blocks)
 - self.new(self.tables[sequence]) => self.new([self.allocator.share(block) for block in self.tables[sequence]])
+the caller's list of blocks becomes the sequence's table, and grows with it
+- self.tables[self.n_made] = [self.allocator.share(block) for block in blocks]
++ self.tables[self.n_made] = blocks if blocks else []
++ for block in blocks:
++     self.allocator.share(block)
+- self.new(self.tables[sequence]) => self.new(list(self.tables[sequence]))
 a sequence that begins with blocks of others has length 0, so that it overwrites them
 - [len(blocks) * self.block_size] => [0]
 slots are computed before the shared block is exchanged: the old block is written to
@@ -412,6 +427,9 @@ evict fails when fewer than n blocks can go
 + if len(evicted) < n:
 +     raise ValueError(f"only {len(evicted)} of {n} blocks can be evicted")
   return evicted
+what was acquired is kept in the class, so that all trees share it
+- self.acquired: dict[tuple[int, ...], list[list[Node]]] = {}
++ type(self).acquired = getattr(type(self), "acquired", {})
 evict counts n down to exactly 0: a negative n forgets everything
 - len(evicted) < n => len(evicted) != n
 
@@ -463,6 +481,13 @@ a preempted request keeps n_cached, though its blocks are gone
 - youngest.n_cached = 0 =>
 preempted requests lose the tokens that they had generated
 - youngest.n_cached = 0 => youngest.n_cached, youngest.tokens = 0, list(youngest.request.tokens)
+a preempted request waits as a new Progress: its random numbers would begin again
+- self.waiting.appendleft(youngest)
++ fresh = Progress(youngest.request)
++ fresh.tokens = youngest.tokens
++ self.waiting.appendleft(fresh)
+a resumed request's chunk is as long as its prompt: the tokens that it had generated are pending, too
+- min(self.waiting[0].n_pending, room) => min(len(self.waiting[0].request.tokens), room)
 a request that was just preempted is admitted again in the same step
 - and len(self.running) >= n_running =>
 a running request gets one token of its prompt a step
@@ -560,6 +585,14 @@ all tokens are collected first, and yielded at the end
 + yield from list(reference.generate_many(model, requests, scheduler))
 requests are not cancelled when the caller stops earlier
 - engine.cancel(request) => pass
+requests are cancelled after an `Exception` only, and a caller who stops early raises a `GeneratorExit`
+- finally:
+-     for request in submitted:
+-         engine.cancel(request)
++ except Exception:
++     for request in submitted:
++         engine.cancel(request)
++     raise
 each request's tokens come together, when the request has ended
 + requests = list(requests)
 + found = {request: [] for request in requests}
@@ -669,6 +702,9 @@ the sum ends one term too late
 - n_drafted + 1 => n_drafted + 2
 0 and 1 are refused, though both are probabilities
 - 0 <= acceptance <= 1 => 0 < acceptance < 1
+the mean is a tensor; it should be a float
+- float(sum(acceptance**i for i in range(n_drafted + 1)))
++ sum(torch.tensor(acceptance) ** i for i in range(n_drafted + 1))
 only an acceptance above 1 is refused
 - not 0 <= acceptance <= 1 => acceptance > 1
 

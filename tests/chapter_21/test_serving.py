@@ -148,8 +148,8 @@ def serving_parameters(config: LlamaConfig) -> int:
 
 
 def test_BlockAllocator_by_hand():
-    case("3 blocks: allocate all, share the first, free it twice, allocate again")
-    pool = serving.BlockAllocator(3)
+    case("3 blocks, beside another pool of 5: allocate all, share the first, free it twice, allocate again")
+    pool, _ = serving.BlockAllocator(3), serving.BlockAllocator(5)
     seen = {"n_free at first": pool.n_free}
     blocks = [pool.allocate() for _ in range(3)]
     seen["n_free when all are allocated"] = pool.n_free
@@ -348,10 +348,11 @@ def test_PagedCache_new_on_shared_blocks():
     cache = make_cache()
     a = cache.new()
     k, v = both_layers(cache, a, 6, 1)
-    b = cache.new(cache.tables[a][:1])
+    b = cache.new(blocks := cache.tables[a][:1])
     found = {"lengths": cache.lengths[b], "free blocks": cache.allocator.n_free}
     expect_equal(found, {"lengths": [4, 4], "free blocks": 6}, name="", read="the contract, under new")
     new_k, new_v = both_layers(cache, b, 2, 2)
+    expect_equal(blocks, cache.tables[a][:1], name="the list that was given to new", read="the contract, under new")
     cache.free(a)
     expect_content(
         cache, b, 0, torch.cat([k[:, :4], new_k], 1), torch.cat([v[:, :4], new_v], 1), read="the contract, under new"
@@ -512,6 +513,7 @@ def stored(lengths, groups=2, width=8, block_size=4, n_layers=2, rubbish=0.0, dt
     """A cache without the learner's, its blocks in random order, and each sequence's plain keys and values ``[G, S,
     D]``.
     """
+    config = SimpleNamespace(n_layers=n_layers, n_heads=groups, n_kv_heads=groups, dim=groups * width)
     counts = [-(-n // block_size) for n in lengths]
     n_blocks = sum(counts) + 3
     order = torch.randperm(n_blocks, generator=torch.Generator().manual_seed(3)).tolist()
@@ -525,10 +527,9 @@ def stored(lengths, groups=2, width=8, block_size=4, n_layers=2, rubbish=0.0, dt
         for p in range(n):
             keys[:, tables[i][p // block_size], p % block_size] = k[:, :, p]
             values[:, tables[i][p // block_size], p % block_size] = v[:, :, p]
-    cache = SimpleNamespace(
-        keys=keys.to(device), values=values.to(device), tables=tables, block_size=block_size, n_blocks=n_blocks,
-        lengths={i: [n] * n_layers for i, n in enumerate(lengths, 1)},
-    )  # fmt: skip
+    cache = BlockStore(config, n_blocks, block_size, dtype, device)
+    cache.keys, cache.values, cache.tables = keys.to(device), values.to(device), tables
+    cache.lengths = {i: [n] * n_layers for i, n in enumerate(lengths, 1)}
     return cache, plain
 
 
@@ -663,7 +664,7 @@ def test_PrefixTree_of_token_lists():
     found = [tree.match([1, 2, 3, 4, 5, 6, 7, 9]), tree.match((1, 2, 3, 4, 5))]
     expect_equal(found, [[10, 11], [10]], name="matches", read=PREFIX)
     seen = {"acquired": tree.acquire([1, 2, 3]), "evicted": tree.evict(9)}
-    tree.release([1, 2, 3])
+    tree.release((1, 2, 3))
     expect_equal(seen, {"acquired": [10], "evicted": [11]}, name="", read=EVICT)
 
 
@@ -718,8 +719,9 @@ def test_PrefixTree_insert_and_acquire_are_uses():
 
 
 def test_PrefixTree_never_evicts_what_is_in_use():
-    case("blocks of 1: abc and abd; ab is acquired twice")
-    tree = serving.PrefixTree(1)
+    case("blocks of 1: abc and abd; ab is acquired twice, and once in another tree, before")
+    tree, other = serving.PrefixTree(1), serving.PrefixTree(1)
+    other.insert("ab", [0, 1]), other.acquire("ab")
     tree.insert("abc", [0, 1, 2]), tree.insert("abd", [0, 1, 3])
     seen = {"the first acquire": tree.acquire("ab"), "the second acquire": tree.acquire("ab")}
     seen["evict(9) with two users"] = tree.evict(9)
@@ -905,17 +907,20 @@ def test_Scheduler_preempts_the_youngest():
     expect_equal(steps[:2], expected[:2], name="the first two steps", answer=steps, read="ex-serving-scheduler")
     order = [next(i for i, step in enumerate(steps) for r, _ in step[::-1] if r == last) for last in (0, 1, 2)]
     expect_equal(order, sorted(order), name="order of the first steps", answer=steps, read="ex-serving-scheduler")
+    expect_equal(steps, expected, name="the steps", read="ex-serving-scheduler")
 
 
 def test_Scheduler_preempted_requests_wait_at_the_head():
     case("two of three running requests, which hold 2, 3 and 1 blocks, lose them, and a fourth waits already")
     scheduler, requests = submitted(12, 6, 2, (3, 5), (5, 4), (2, 4), (1, 1))
     scheduler.advance(*first_of(scheduler, requests))
-    youngest = [requests.index(scheduler.preempt().request) for _ in range(2)]
+    preempted = [scheduler.preempt() for _ in range(2)]
+    youngest = [requests.index(progress.request) for progress in preempted]
     waiting = [requests.index(progress.request) for progress in scheduler.waiting]
-    seen = {"preempted requests": youngest, "waiting requests": waiting}
+    seen: dict[str, object] = {"preempted requests": youngest, "waiting requests": waiting}
     seen |= {"n_cached of those that wait": [p.n_cached for p in scheduler.waiting], "n_free": scheduler.n_free}
-    expected = dict(zip(seen, [[2, 1], [1, 2, 3], [0, 0, 0], 4], strict=True))
+    seen["whether the same Progress waits"] = all(progress in scheduler.waiting for progress in preempted)
+    expected = dict(zip(seen, [[2, 1], [1, 2, 3], [0, 0, 0], 4, True], strict=True))
     expect_equal(seen, expected, name="", read="the contract, under preempt")
 
 
@@ -1206,7 +1211,7 @@ def events_of(requests, events) -> list[tuple[int, int]]:
 def test_generate_many_yields_as_tokens_come():
     case(
         "3 requests from a generator; the caller stops after 4 tokens: forward passes so far, and free blocks "
-        "afterwards"
+        "afterwards; then once more from a list"
     )
     model, requests = small_model(), [Request([i, 7], 6) for i in range(3)]
     calls, scheduler = [], serving.Scheduler(8, 16, 4)
@@ -1219,7 +1224,10 @@ def test_generate_many_yields_as_tokens_come():
     hook.remove()
     seen |= {"free blocks afterwards": scheduler.n_free, "running afterwards": len(scheduler.running)}
     seen["waiting afterwards"] = len(scheduler.waiting)
-    expected = dict(zip(seen, [2, True, 16, 0, 0], strict=True))
+    events = serving.generate_many(model, requests, again := serving.Scheduler(8, 16, 4))
+    next(events), events.close()
+    seen["free blocks after the list"] = again.n_free
+    expected = dict(zip(seen, [2, True, 16, 0, 0, 16], strict=True))
     answer = [events_of(requests, got), seen]
     expect_equal(seen, expected, name="", answer=answer, read="the contract, under Yields")
 
@@ -1470,13 +1478,16 @@ def test_expected_tokens(acceptance, n_drafted, expected):
 
 def test_expected_tokens_near_one():
     case("acceptance 1 - 1e-12, 4 drafted tokens")
-    expect_close(serving.expected_tokens(1 - 1e-12, 4), 5.0, rtol=1e-9, read=MEAN)
+    answer = serving.expected_tokens(1 - 1e-12, 4)
+    expect_close(answer, 5.0, rtol=1e-9, read=MEAN)
+    told = f"the mean is a {type(answer).__name__}, expected a float"
+    expect_true(isinstance(answer, int | float), told, answer=answer, read="the contract, under Returns")
 
 
 @pytest.mark.parametrize("acceptance", [-0.1, 1.2])
 def test_expected_tokens_refuses(acceptance):
     case(f"acceptance {acceptance}")
-    with expect_raises(ValueError, str(acceptance), read=RAISES):
+    with expect_raises(ValueError, (str(acceptance), "acceptance"), read=RAISES):
         serving.expected_tokens(acceptance, 3)
 
 
