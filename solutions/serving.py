@@ -182,6 +182,7 @@ class PagedCache(BlockStore):
           and nothing changes.
         """
         ### BEGIN SOLUTION
+        self.length_of(sequence)  # raises the error for an unknown id
         table, size, n_blocks = self.tables[sequence], self.block_size, -(-end // self.block_size)
         shared = [i for i in range(start // size, min(n_blocks, len(table))) if self.allocator.n_users[table[i]] > 1]
         n_needed = max(0, n_blocks - len(table)) + len(shared)
