@@ -382,7 +382,7 @@ class MultiHeadLatentAttention(nn.Module):
                 latents. Same output and gradients, but no tensor of ``S * H * min(nope, v)`` numbers is made.
 
         Returns:
-            ``[B, T, C]``.
+            ``[B, T, C]``, on the device of ``x``.
         """
         raise NotImplementedError("Exercise 23.10: write MultiHeadLatentAttention.forward")
 

@@ -502,7 +502,7 @@ class MultiHeadLatentAttention(nn.Module):
                 latents. Same output and gradients, but no tensor of ``S * H * min(nope, v)`` numbers is made.
 
         Returns:
-            ``[B, T, C]``.
+            ``[B, T, C]``, on the device of ``x``.
         """
         ### BEGIN SOLUTION
         q = self.q_proj(x) if self.q_lora_rank is None else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))

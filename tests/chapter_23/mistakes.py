@@ -453,6 +453,8 @@ the latent enters the cache before it is normed
 + if cache is not None:
 +     latents, key = cache.update(latents, key)
 + latents = self.kv_a_layernorm(latents)
+the mask is made on the CPU: with x on a GPU, the scores are elsewhere
+- sliding_window_mask(x.shape[1], key.shape[1], device=x.device) => sliding_window_mask(x.shape[1], key.shape[1])
 the queries' own latent is not normed
 - self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))) => self.q_b_proj(self.q_a_proj(x))
 the mask is square: with a cache the positions before these are forgotten

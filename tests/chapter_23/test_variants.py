@@ -745,6 +745,16 @@ def test_MultiHeadLatentAttention_has_their_parameters(name):
 
 
 @pytest.mark.parametrize("absorb", [False, True])
+def test_MultiHeadLatentAttention_on_the_device_of_x(absorb):
+    case(f"PyTorch's default device is another than that of x, as the CPU is for x on a GPU; absorb={absorb}")
+    layer, x, rope = make_latent(), randn(2, 9, 24, seed=3), rope_table(range(9), 4)
+    expected = layer(x, rope, absorb=absorb)
+    with torch.device("meta"):
+        found = layer(x, rope, absorb=absorb)
+    expect_close(found, expected, read=CONTRACT)
+
+
+@pytest.mark.parametrize("absorb", [False, True])
 def test_MultiHeadLatentAttention_decodes_in_parts(absorb):
     layer, x, rope = make_latent(), randn(2, 9, 24, seed=3), rope_table(range(9), 4)
     whole = recorded("latent_no_q_lora", lambda: oracles.theirs_latent("no_q_lora"))[: 2 * 9 * 24].view(2, 9, 24)

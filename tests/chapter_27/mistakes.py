@@ -78,6 +78,8 @@ without white space to move, context[-0:] is taken: that is the whole context, w
 - end = len(context.rstrip()) => end = -(len(context) - len(context.rstrip()))
 
 # loglikelihood
+the ids of a continuation stay on the CPU: with a model on a GPU, the logits are elsewhere
+- torch.tensor(windows[i][1], device=logits.device) => torch.tensor(windows[i][1])
 the mean over the continuation is returned instead of the sum
 - cross_entropy(logits, ids, reduction="none").double().sum().item()
 + cross_entropy(logits, ids, reduction="none").double().mean().item()
@@ -194,6 +196,8 @@ n = 0 gives a division by zero instead of a ValueError
 - or n < 1 =>
 
 # paired_difference
+two questions are refused, as if fewer than three were too few
+- n < 2 => n < 3
 the variances of a and b, over n, are added as if the two had answered different questions
 - variance = float((d * d).sum()) / (n * (n - 1)) + float(together.sum()) / n**2
 + variance = float(np.var(a) + np.var(b)) / n

@@ -31,7 +31,7 @@ class Recorder(nn.Module):
         self.shapes.append(tuple(tokens.shape))
         self.gradients.append(torch.is_grad_enabled())
         self.rows.append(tokens)
-        places = torch.arange(1, tokens.shape[1] + 1, dtype=self.table.dtype)[:, None]
+        places = torch.arange(1, tokens.shape[1] + 1, dtype=self.table.dtype, device=tokens.device)[:, None]
         mixed = torch.cumsum(self.table[tokens] * places.sqrt(), 1) / places
         logits = torch.tanh(mixed) @ self.head * 2
         return (logits, None) if self.as_tuple else logits

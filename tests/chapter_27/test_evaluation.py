@@ -266,6 +266,15 @@ def test_loglikelihood_of_half_precision():
     expect_close(ev.loglikelihood(model, [(context, continuation)], 40)[0][0], expected, rtol=1e-5, read=RETURNS)
 
 
+def test_loglikelihood_on_the_models_device():
+    case("PyTorch's default device is another than the model's, as the CPU is for a model on a GPU")
+    asked, model = [([1, 2, 3], [4, 5]), ([6], [7, 8])], Recorder()
+    expected = ev.loglikelihood(model, asked, 8)
+    with torch.device("meta"):
+        found = ev.loglikelihood(model, asked, 8)
+    expect_equal(found, expected, read=ARGS)
+
+
 def test_loglikelihood_cost():
     case("lengths passed: 4, 7, 1, 12, 6, (none), 16, 6, 8; batch_size 3: three calls, longest first")
     model = Recorder()
