@@ -101,7 +101,8 @@ def packed_mask(documents: Int[Tensor, "b t"]) -> Bool[Tensor, "b 1 t t"]:
         documents: As `pack_conversations` makes them: -1 is padding. Left unchanged.
 
     Returns:
-        True = may attend, for every head: earlier positions of the same conversation, and the position itself.
+        True = may attend, for every head: earlier positions of the same conversation, and the position itself; on the
+        device of ``documents``.
         A position in the padding attends to itself only, so that no row is empty.
 
     Convention: chapter 3's: True = may attend.

@@ -140,6 +140,8 @@ a conversation whose answer the cut removes stays: nothing of it can be learned
 - if not any(learned): => if not learned or not any(mask[1:]):
 
 # packed_mask
+the mask is made on the CPU: documents on a GPU need it there
+- dtype=torch.bool, device=documents.device => dtype=torch.bool
 conversations in one row see each other: the mask is only causal
 - (documents[:, :, None] == documents[:, None, :]) & (documents >= 0)[:, :, None]
 + (documents[:, :, None] >= -1) & (documents[:, None, :] >= -1)
@@ -352,6 +354,9 @@ the features of an Int4Linear are read off its packed weights as if each byte he
 a rank of 0 is accepted
 @@ __init__
 - if r < 1: => if r < 0:
+B stays in float32 where x is in float64: PyTorch multiplies no two dtypes
+@@ forward
+- self.lora_B.to(wide) => self.lora_B
 A and B are made on the default device: they belong on that of the base
 @@ __init__
 - device = next(t.device for t in [*base.parameters(), *base.buffers()]) => device = None

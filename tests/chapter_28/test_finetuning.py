@@ -249,6 +249,10 @@ def test_packed_mask_by_hand():
     expect_close(found, expected[None, None], read=MASK)
     kept = torch.tensor([[0, 0, 1, 1, -1, -1]])
     expect_close(documents, kept, name="documents afterwards", answer=found, read=ARGS)
+    case("the same while PyTorch's default device is another, as the CPU is for documents on a GPU")
+    with torch.device("meta"):
+        found = ft.packed_mask(documents)
+    expect_close(found, expected[None, None], read=RETURNS)
     case("two rows of different documents: shape [2, 1, 3, 3]")
     rows = torch.tensor([[[1, 0, 0], [1, 1, 0], [1, 1, 1]], [[1, 0, 0], [0, 1, 0], [0, 0, 1]]]).bool()
     expect_close(ft.packed_mask(torch.tensor([[0, 0, 0], [0, 1, -1]])), rows[:, None], read=MASK)
@@ -513,7 +517,7 @@ def test_LoRALinear_begins_as_its_base():
 
 
 @pytest.mark.parametrize(("use_rslora", "scaling"), [(False, 3.0), (True, 6.0)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_LoRALinear_equals_a_dense_layer(use_rslora, scaling, dtype):
     layer, base = adapted(r=4, dtype=dtype, use_rslora=use_rslora)
     case(f"in = 5, out = 7, r = 4, alpha = 12, use_rslora = {use_rslora}, base and x in {dtype}")
@@ -522,8 +526,8 @@ def test_LoRALinear_equals_a_dense_layer(use_rslora, scaling, dtype):
     wide = x.float()
     dense = base.weight.float() + scaling * layer.lora_B @ layer.lora_A
     found = layer(x)
-    if dtype == torch.float32:
-        expect_close(found.detach(), (wide @ dense.T + base.bias).detach(), atol=1e-4, read=LORA)
+    if dtype != torch.bfloat16:
+        expect_close(found.detach(), (wide @ dense.T + base.bias.float()).detach().to(dtype), atol=1e-4, read=LORA)
     else:
         update = scaling * (wide @ layer.lora_A.T @ layer.lora_B.T)
         expect_close(found.detach(), (base(x) + update).to(dtype).detach(), atol=0, rtol=0, read=LORA)
