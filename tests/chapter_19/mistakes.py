@@ -5,6 +5,8 @@ from solutions import moe as reference
 
 edits("""
 # top_k_router
+the chosen experts are in the order of their numbers: the largest weight comes first
+- stable=True)[..., :k] => stable=True)[..., :k].sort(-1).values
 the weights are never divided by their sum
 + return reference.top_k_router(logits, k, normalize=False)
 the weights add up to 1 even without normalize: they are divided by their sum, or come from a softmax of k logits

@@ -140,6 +140,8 @@ a conversation whose answer the cut removes stays: nothing of it can be learned
 - if not any(learned): => if not learned or not any(mask[1:]):
 
 # packed_mask
+conversation 0 is taken for padding: that is -1
+- (documents >= 0) => (documents > 0)
 the mask is made on the CPU: documents on a GPU need it there
 - dtype=torch.bool, device=documents.device => dtype=torch.bool
 conversations in one row see each other: the mask is only causal
