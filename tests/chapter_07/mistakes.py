@@ -4,8 +4,6 @@ from lib.workbook.grading import edits
 
 edits("""
 # cross_entropy
-the sum is divided by the number of sequences instead of the number of targets
-- (shifted.exp().sum(-1).log() - chosen).mean() => ((shifted.exp().sum(-1).log() - chosen).sum() / len(targets))
 exp is taken of the logits themselves and overflows; subtract the largest first
 - wide - wide.amax(-1, keepdim=True) => wide
 the logarithm is taken of a probability, which may have become 0; compute log probabilities, never probabilities
