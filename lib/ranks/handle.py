@@ -167,7 +167,8 @@ class Handle:
     def _start(self, n_ranks: int) -> None:
         """New processes.
 
-        MPI's once failed to come, for no known reason, so they get a second start, which ends those of the first.
+        MPI's once failed to come, and once failed in ``MPI_Init``, for no known reason, so they get a second start,
+        which ends those of the first.
         """
         limits_s = [START_LIMIT_S / 2, START_LIMIT_S] if self.backend == "mpi" else [START_LIMIT_S]
         for limit_s in limits_s:
@@ -175,19 +176,20 @@ class Handle:
             self.tell("start", self.tag, n_ranks, os.getpid(), self.address)
             deadline = time.monotonic() + limit_s
             workers: list[Worker] = []
-            while len(workers) < n_ranks and (worker := self._accept(n_ranks, deadline)):
-                workers.append(worker)
+            while len(workers) < n_ranks and isinstance(came := self._accept(n_ranks, deadline), Worker):
+                workers.append(came)
             if len(workers) == n_ranks:
                 self.workers = sorted(workers, key=lambda worker: worker.rank)
                 return
-        raise self.broken(f"the ranks did not start within {sum(limits_s):g} s {self.log('mpiexec')}")
+        why = came or f"the ranks did not start within {sum(limits_s):g} s"
+        raise self.broken(f"{why} {self.log('mpiexec')}")
 
-    def _accept(self, n_ranks: int, deadline: float) -> Worker | None:
-        """The next rank that has started, or None at the deadline."""
+    def _accept(self, n_ranks: int, deadline: float) -> Worker | str:
+        """The next rank that has started; if they ended, a sentence that says so; at the deadline, an empty one."""
         while time.monotonic() < deadline:
             ready = wait([self.listener, self.control], timeout=1.0)
             if self.control in ready and (event := self.hear(0)) and event[0] == "exit":
-                raise self.broken(f"the ranks ended while they were started (status {event[3]}) {self.log('mpiexec')}")
+                return f"the ranks ended while they were started (status {event[3]})"
             if self.listener not in ready:
                 continue
             connection = Connection(self.listener.accept()[0].detach())
@@ -201,7 +203,7 @@ class Handle:
                         "it belongs to another "
                         "MPI than the one that mpi4py has loaded"
                     )
-        return None
+        return ""
 
     def drop(self) -> None:
         """Forget the connections to the ranks."""

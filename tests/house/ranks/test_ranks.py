@@ -587,10 +587,18 @@ def test_what_is_missing_is_named(monkeypatch):
 
 @mpi
 @pytest.mark.time_limit(60)
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        ("exec sleep 600", r"the ranks did not start within 4\.5 s"),
+        ("exit 142", r"the ranks ended while they were started \(status 36352\)"),
+    ],
+    ids=["do-not-come", "end"],
+)
 @pytest.mark.parametrize("n_lost", [1, 2])
-def test_mpi_ranks_that_do_not_come_get_a_second_start(tmp_path, monkeypatch, n_lost):
+def test_mpi_ranks_that_do_not_start_get_a_second_start(tmp_path, monkeypatch, n_lost, loss, message):
     launcher, starts = tmp_path / "mpiexec", tmp_path / "starts"
-    lost = f'echo start >> "{starts}"; [ "$(wc -l < "{starts}")" -gt {n_lost} ] || exec sleep 600'
+    lost = f'echo start >> "{starts}"; [ "$(wc -l < "{starts}")" -gt {n_lost} ] || {loss}'
     launcher.write_text(f'#!/bin/sh\n{lost}\nexec "{mpi_launch.mpiexec()}" "$@"\n')
     launcher.chmod(0o700)
     monkeypatch.setattr("lib.ranks.handle.mpi_launch.mpiexec", lambda: str(launcher))
@@ -600,7 +608,7 @@ def test_mpi_ranks_that_do_not_come_get_a_second_start(tmp_path, monkeypatch, n_
         if n_lost == 1:
             assert other.run(mpi_programs.world, n_ranks=2).values == [(2, True, 2)] * 2
         else:
-            with pytest.raises(RankFailure, match=r"the ranks did not start within 4\.5 s"):
+            with pytest.raises(RankFailure, match=message):
                 other.run(mpi_programs.world, n_ranks=2)
         assert len(starts.read_text().split()) == 2
         keeper = psutil.Process(other._handle.process.pid)
