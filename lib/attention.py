@@ -25,9 +25,8 @@ def softmax(x: Float[Tensor, "..."], dim: int) -> Float[Tensor, "..."]:
         all ``-inf`` gives zeros, never NaN, and its gradient is zero too. A dimension of size 0 gives an empty result.
 
     Source: Vaswani and others (arXiv:1706.03762), section 3.2.1.
-    Convention: PyTorch's softmax returns NaN for a row that is
-    all ``-inf``; its ``scaled_dot_product_attention`` returns
-        zeros for it, as here.
+    Convention: PyTorch's softmax returns NaN for a row that is all ``-inf``; its ``scaled_dot_product_attention``
+        returns zeros for it, as here.
     """
     raise NotImplementedError("Exercise 3.1: write softmax")
 
@@ -46,9 +45,8 @@ def causal_mask(n_queries: int, n_keys: int, device=None) -> Bool[Tensor, "t s"]
         Boolean ``[T, S]``: True where query t may attend to key s. The last query is at the position of the last key,
         so with S > T every query sees at least the S - T keys of the cache.
 
-    Convention: True means "may attend", as in ``scaled_dot_product_attention``;
-    in ``nn.MultiheadAttention`` it means the
-        opposite. The mask is aligned to the last key; PyTorch's ``is_causal=True`` aligns it to the first.
+    Convention: True means "may attend", as in ``scaled_dot_product_attention``; in ``nn.MultiheadAttention`` it means
+        the opposite. The mask is aligned to the last key; PyTorch's ``is_causal=True`` aligns it to the first.
     """
     raise NotImplementedError("Exercise 3.2: write causal_mask")
 
@@ -75,8 +73,9 @@ def scaled_dot_product_attention(
         all False, or if there are no keys (S = 0). In float16, scores that are below 65,504 after the
         division by ``sqrt(D)`` must not overflow before it, so divide the queries first.
 
-    Cost: a few operations on whole tensors and no loop; no tensor
-    is larger than the ``[..., T, S]`` scores or the inputs.
+    Cost: a few operations on whole tensors and no loop; no tensor is larger than the ``[..., T, S]`` scores or the
+        inputs.
+
     Source: Vaswani and others (arXiv:1706.03762), equation (1).
     """
     raise NotImplementedError("Exercise 3.3: write scaled_dot_product_attention")
@@ -173,11 +172,9 @@ class KVCache:
             copied.
 
         Raises:
-            ValueError: the T positions do not fit, and the message
-                shows the arithmetic; or ``k`` and ``v`` are not both
-                ``[B, G, T, D]`` for this cache's B, G and D, and the
-                message shows the shape given and the one expected.
-                (A batch of one would broadcast over the whole cache.) In both cases the cache is not changed.
+            ValueError: the T positions do not fit, and the message shows the arithmetic; or ``k`` and ``v`` are not
+                both ``[B, G, T, D]`` for this cache's B, G and D, and the message shows the shape given and the one
+                expected. (A batch of one would broadcast over the whole cache.) In both cases the cache is not changed.
         """
         raise NotImplementedError("Exercise 3.7: write KVCache.update")
 
@@ -216,8 +213,8 @@ class MultiHeadAttention(nn.Module):
         Args:
             x: ``[B, T, C]``.
             rope: Rotations ``[T, D/2]`` of these T positions, for queries and keys; None means no rotation.
-                ``apply_rope``
-                takes ``[B, T, H, D]``, heads after positions, but ``split_heads`` returns ``[B, H, T, D]``.
+                ``apply_rope`` takes ``[B, T, H, D]``, heads after positions, but ``split_heads`` returns
+                ``[B, H, T, D]``.
             mask: Boolean, True where a query may attend, broadcast to ``[B, H, T, S]``. None means that every position
                 may attend to every other.
                 A mask ``[B, T, S]`` does not broadcast: give it a head axis, ``[B, 1, T, S]``.

@@ -280,27 +280,24 @@ class BPETokenizer:
     Size: 45 minutes, difficulty 4, core.
 
     A text is first cut at its special tokens; where several begin at the same place, the longest wins. What is between
-    them is cut into words by ``PRE_TOKEN``.
-    Inside a word, the pair that comes first in ``merges`` is joined, everywhere
-    in the word, and this is repeated until no pair of the word is a merge. ``encode_iterable`` yields the same ids for
-    a text that comes in chunks, wherever it is cut: one by one, and each soon after it is certain. ``decode`` turns
-    bytes that are not UTF-8 into U+FFFD.
+    them is cut into words by ``PRE_TOKEN``. Inside a word, the pair that comes first in ``merges`` is joined,
+    everywhere in the word, and this is repeated until no pair of the word is a merge. ``encode_iterable`` yields the
+    same ids for a text that comes in chunks, wherever it is cut: one by one, and each soon after it is certain.
+    ``decode`` turns bytes that are not UTF-8 into U+FFFD.
 
     Args:
         vocab: Bytes of each id; it is not changed.
         merges: The pairs in the order in which training made them.
-        special_tokens: Strings that each become one id.
-            Those that ``vocab`` lacks get the next ids, beginning one above
-            the largest.
+        special_tokens: Strings that each become one id. Those that ``vocab`` lacks get the next ids, beginning one
+            above the largest.
 
     Raises:
         KeyError: ``decode`` is given an id that is not in the vocabulary; the error names the id.
 
-    Cost: encoding a new word looks at the word's own pairs, not at all merges.
-    Encoding a word again takes one look into
-        a dictionary. The memory of a stream does not grow with the text, so its dictionary of words must be bounded. A
-        long word that comes in small chunks takes time in proportion to its length: the text that is held back is not
-        scanned again at every chunk.
+    Cost: encoding a new word looks at the word's own pairs, not at all merges. Encoding a word again takes one look
+        into a dictionary. The memory of a stream does not grow with the text, so its dictionary of words must be
+        bounded. A long word that comes in small chunks takes time in proportion to its length: the text that is held
+        back is not scanned again at every chunk.
 
     Convention: the text is not changed (no lower case, no Unicode normalization, no space put in front), so
     ``decode(encode(text)) == text`` for every text that UTF-8 can hold. A string of Python may also hold half of a
