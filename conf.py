@@ -98,6 +98,7 @@ def setup(app):
     pages.connect(app)
     site.read_definition_lists(app)
     site.share_pages(app)
+    site.make_cache(nb_execution_cache_path)
     site.listen_on_files()
     app.extensions[
         "sphinx_multitoc_numbering"

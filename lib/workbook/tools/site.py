@@ -204,6 +204,16 @@ def share_pages(app: "Sphinx") -> None:
     vars(builders)["make_chunks"] = pieces
 
 
+def make_cache(folder: str) -> None:
+    """Make the database of executed pages.
+
+    Each of Sphinx's processes would make it if it is missing, and fail if another has just done so.
+    """
+    from jupyter_cache import get_cache
+
+    get_cache(folder).db  # noqa: B018 (made when it is asked for)
+
+
 def listen_on_files() -> None:
     """Let the build's kernels listen on files in the fork server's folder instead of ports.
 

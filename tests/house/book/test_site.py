@@ -166,6 +166,14 @@ def test_every_page_is_read_once_and_those_with_cells_one_at_a_time(monkeypatch)
     assert builders.make_chunks([], 2) == []  # Sphinx fails on an empty piece
 
 
+def test_the_cache_is_there_before_processes_share_it(tmp_path):
+    """Two that made it at once failed: "table settings already exists"."""
+    cache = pytest.importorskip("jupyter_cache")
+    sites.make_cache(str(tmp_path / "cache"))
+    assert list((tmp_path / "cache").glob("*.db"))
+    assert not cache.get_cache(tmp_path / "cache").list_cache_records()
+
+
 def test_kernels_of_a_build_listen_on_files(monkeypatch):
     """A port that Jupyter found free may be another page's before the kernel listens on it."""
     nbclient = pytest.importorskip("nbclient")
