@@ -263,6 +263,7 @@ def run(service: Any, bound: socket.socket, url: str, grace_s: float) -> int:
     bound.listen(1024)
     gc.freeze()  # a collection would look at every object that exists by now, while all answers wait
     server.run(sockets=[bound])
+    gc.unfreeze()  # or Triton would report all of its types as leaks
     if service.link.error:
         print(f"error: {service.link.error}", file=sys.stderr)
     return 1 if service.link.error or service.link.unhealthy else 0

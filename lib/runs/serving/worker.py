@@ -113,6 +113,8 @@ class Worker:
             self._report.fault = EngineFailed(f"the engine failed: {type(error).__name__}: {error}")
             with suppress(Closed):
                 self._send()
+        finally:
+            gc.unfreeze()  # or Triton would report all of its types as leaks when the process ends
 
     def _listen(self) -> None:
         """Take messages off the connection at once, so that the HTTP side never waits for a step."""
