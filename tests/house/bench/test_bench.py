@@ -8,12 +8,14 @@ import sys
 from typing import Any
 
 import pytest
+import torch
 
-from lib.bench import all_reduce, attention_variants, gpu_tests, low_precision, moe, scaling_laws
+from lib.bench import all_reduce, attention_variants, gpu_tests, low_precision, moe, scaling_laws, what_is_missing
 from lib.bench.kit import record
 from lib.given.data.record import MEASUREMENTS, load
 from lib.runs.data import corpus
 from lib.runs.data.store import Document, Store
+from lib.workbook.book.catalog import ROOT
 
 
 @pytest.mark.time_limit(60)
@@ -211,3 +213,19 @@ def test_a_run_on_a_gpu_is_recorded_with_what_failed_and_why_tests_were_skipped(
         "skipped": {"needs two GPUs": 1},
         "failed": ["tests/chapter_07/test_training.py::test_foreach", "tests/house/bench/test_copies.py::test_start"],
     }
+
+
+def test_what_a_machine_lacks_is_said_in_one_line(tmp_path):
+    (tmp_path / "sentencepiece.py").write_text("raise ModuleNotFoundError('as if it were missing', name=__name__)")
+    run = subprocess.run(
+        [sys.executable, "-m", "lib.bench.tokenizers"], capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}, cwd=ROOT,
+    )  # fmt: skip
+    assert run.stderr == (
+        "error: the package that Python imports as sentencepiece is not installed; pip install -e '.[test]'\n"
+    )
+    assert run.returncode == 1
+    needed = None if torch.cuda.is_available() else "this measurement needs a GPU"
+    assert what_is_missing(AssertionError("Torch not compiled with CUDA enabled")) == needed
+    assert what_is_missing(ModuleNotFoundError("of the book", name="lib.no_such")) is None
+    assert what_is_missing(ValueError("a real error")) is None
