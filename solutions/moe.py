@@ -127,7 +127,7 @@ def grouped_matmul_kernel(
     Args:
         x, weights, out: Pointers to ``[N, C]``, ``[E, C, F]`` and a contiguous ``[N, F]``.
             Element (n, c) is ``xn * n + xc * c`` elements after x, element (e, c, f) is ``we * e + wc * c + wf * f``
-            after weights.
+            after weights; ``we * e`` may need more than 32 bits.
         first_rows: Pointer to int64 ``[E + 1]``: the first row of each expert; the last entry is the number of rows.
         first_tiles: Pointer to int64 ``[E + 1]``: the first tile of rows of each expert; the last entry is the number
             of tiles.

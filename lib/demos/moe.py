@@ -46,7 +46,7 @@ def make_model(kind: str, seed: int = 0) -> Llama:
             layer.feed_forward = SwiGLU(CONFIG.dim, N_EXPERTS * HIDDEN)
         elif kind == "mixture":
             layer.feed_forward = MoE(CONFIG.dim, HIDDEN, N_EXPERTS, K)
-            layer.feed_forward.router.register_forward_hook(_keep_logits)
+            layer.feed_forward.register_forward_pre_hook(_keep_input)
     return model
 
 
@@ -102,13 +102,13 @@ def _counts(layer: MoE) -> Tensor:
 
 def _router_losses(layer: MoE) -> Tensor:
     assert layer.routing is not None
-    router: Any = layer.router
-    return 0.01 * load_balancing_loss(*layer.routing) + 0.001 * router_z_loss(router.logits)
+    logits = layer.router(vars(layer)["input"].flatten(0, -2))  # a softmax forgets how large they were
+    return 0.01 * load_balancing_loss(*layer.routing) + 0.001 * router_z_loss(logits)
 
 
-def _keep_logits(router: nn.Module, inputs: tuple, logits: Tensor) -> None:
-    """A hook: the z-loss needs the logits, and a softmax forgets how large they were."""
-    vars(router)["logits"] = logits
+def _keep_input(layer: nn.Module, inputs: tuple) -> None:
+    """A hook: the z-loss needs the logits, which a layer does not keep."""
+    vars(layer)["input"] = inputs[0]
 
 
 def _held_out(model: nn.Module, data: Tensor) -> float:

@@ -162,6 +162,12 @@ a tile's columns begin at a multiple of TILE_M instead of TILE_N
 the sums are kept in the dtype of the result instead of float32
   total, input_precision="ieee")
 + total = total.to(out.dtype.element_ty).to(tl.float32)
+an expert's number times the distance of matrices is computed in 32 bits: large stacks need `expert.to(tl.int64)`
+- expert.to(tl.int64) * we => expert * we
+programs after the last tile must do nothing: there is no expert E whose rows they could read
+- if expert < E: => if expert <= E:
+terms beyond C are masked where the rows are loaded, but not where the matrix is
+- (k < C)[:, None] & (columns < F)[None, :] => (columns < F)[None, :]
 
 # grouped_matmul
 experts and their rows are matched from the end
@@ -307,6 +313,8 @@ the router's bias is no buffer: the state dict lacks it
 - self.register_buffer("router_bias", torch.zeros(n_experts)) => self.router_bias = torch.zeros(n_experts)
 `view` cannot flatten the transpose of another tensor: `flatten` or `reshape` copies where it must
 - x.reshape => x.view
+the shared experts are as wide as one expert: together they are n_shared * hidden_dim wide
+- SwiGLU(dim, n_shared * hidden_dim) => SwiGLU(dim, hidden_dim)
 
 # convert_hf_state_dict
 gates and values are exchanged: the first half of gate_up_proj is w1
@@ -367,6 +375,17 @@ the received counts are returned for each rank of origin, instead of added up ov
 - return rows[by_expert], counts => return rows[by_expert], from_each
 the counts are int32 instead of int64
 - return rows[by_expert], counts, => return rows[by_expert], counts.int(),
+the group is missing in the counts' all-to-all
+- dist.all_to_all_single(from_each, to_each, group=group) => dist.all_to_all_single(from_each, to_each)
+`order` numbers assignments, not tokens: assignment a belongs to token a // k
+- x[order // experts.shape[-1]] => x[order]
+this rank's own counts are taken for those that it receives: the counts must travel first
+- dist.all_to_all_single(from_each, to_each, group=group) => from_each.copy_(to_each)
+the received counts come rank by rank, each with all of this rank's experts; they are read expert by expert
+- (torch.arange(n_experts, device=x.device) % n_local).repeat_interleave(from_each)
++ (torch.arange(n_experts, device=x.device) // (n_experts // n_local)).repeat_interleave(from_each)
+the counts are viewed as [E/R, R]; a rank's experts are neighbours, so it is [R, E/R]
+- counts.view(-1, n_local).sum(1) => counts.view(n_local, -1).sum(0)
 
 # combine
 the results are sent back sorted by expert, not in the order in which their rows arrived
@@ -428,6 +447,8 @@ the rank among all ranks is taken for the rank in the group
 - dist.get_rank(group) => dist.get_rank()
 `view` cannot flatten an x whose memory is transposed: `reshape` copies it if it must
 - x.reshape( => x.view(
+`combine` gets no group: the results would go to ranks of other groups
+- state, self.group) => state)
 
 # moe_parameters
 shared experts are left out of the active weights
