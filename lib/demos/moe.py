@@ -102,7 +102,8 @@ def _counts(layer: MoE) -> Tensor:
 
 def _router_losses(layer: MoE) -> Tensor:
     assert layer.routing is not None
-    logits = layer.router(vars(layer)["input"].flatten(0, -2))  # a softmax forgets how large they were
+    router: Any = layer.router
+    logits = router(vars(layer)["input"].flatten(0, -2))  # a softmax forgets how large they were
     return 0.01 * load_balancing_loss(*layer.routing) + 0.001 * router_z_loss(logits)
 
 

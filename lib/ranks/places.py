@@ -9,16 +9,19 @@ from types import FrameType
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 _OURS = ("lib", "solutions", "tests", "chapters", "notebooks")
+_MACHINERY = (HERE, ROOT / "lib" / "workbook")
 _LIBRARIES = {Path(path).resolve() for path in sysconfig.get_paths().values()}
 
 
 @lru_cache(maxsize=4096)
 def is_user_file(filename: str) -> bool:
-    """Whether a file is the user's code: neither this package nor a library nor Python itself."""
+    """Whether a file is the user's code: neither this package nor the grader, a library or Python itself."""
     if filename.startswith("<"):
         return False
     path = Path(filename).resolve()
-    if path.is_relative_to(HERE) or path.suffix == ".pyx":  # compiled code, whose source is not installed
+    if any(path.is_relative_to(folder) for folder in _MACHINERY):
+        return False
+    if path.suffix == ".pyx":  # compiled code, whose source is not installed
         return False
     if path.is_relative_to(ROOT) and path.relative_to(ROOT).parts[0] in _OURS:
         return True

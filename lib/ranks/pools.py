@@ -80,6 +80,7 @@ class Pool:
         time_limit_s: float = 10.0,
         env: Mapping[str, str] | None = None,
         show_output: bool = True,
+        about: Callable[[], str] | None = None,
     ) -> Result:
         """Call ``function`` on each of ``n_ranks`` ranks and gather what it returns.
 
@@ -93,6 +94,8 @@ class Pool:
                 Imports before that have a limit of 30 s of their own.
             env: Set in each rank's environment before anything of the project is imported.
             show_output: Print what the ranks printed, each line with its rank.
+            about: A function at a module's top level. A rank whose function raised an exception calls it, and its
+                result is the exception's attribute ``about``.
 
         Raises:
             ValueError: ``n_ranks`` is out of range, or the function cannot be found by its name.
@@ -102,6 +105,7 @@ class Pool:
             raise ValueError(f"n_ranks is {n_ranks}: expected 1 to {self.max_ranks}, the size of a pool")
         header = {**_surroundings(), "backend": self.backend, "n_ranks": n_ranks, "time_limit_s": time_limit_s}
         header.update(env=dict(env or {}), function=_named(function), args=pickle.dumps(args))
+        header["about"] = None if about is None else _named(about)
         with self._lock:
             self.warm()
             assert self._handle is not None

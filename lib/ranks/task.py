@@ -71,6 +71,9 @@ def _attempt(header: Header, rank: int, journal: Journal) -> Outcome:
             return {"value": _pickled_value(value)}
     except BaseException as error:
         journal.write("raised")
+        if header["about"]:
+            with contextlib.suppress(Exception):
+                vars(error)["about"] = _find(*header["about"])()
         return _described(error)
 
 

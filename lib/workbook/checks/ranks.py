@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from lib.ranks.processes import PATIENCE
 from lib.workbook.book import boundary, resolve
 from lib.workbook.checks.alarm import paused
+from lib.workbook.grading.cases import current_case
 from lib.workbook.grading.mistakes import MISTAKE
 
 if TYPE_CHECKING:
@@ -54,8 +55,9 @@ class Ranks:
         outputs: list[str] = []
         try:
             result = pool(backend).run(
-                fn, *args, n_ranks=n_ranks, time_limit_s=time_limit_s or left, env=env, show_output=self.shows_all
-            )
+                fn, *args, n_ranks=n_ranks, time_limit_s=time_limit_s or left, env=env, show_output=self.shows_all,
+                about=current_case,
+            )  # fmt: skip
             outputs = result.outputs
         except RankFailure as error:
             outputs = error.outputs

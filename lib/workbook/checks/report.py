@@ -145,10 +145,10 @@ def code_line(file: str, line: int) -> str:
     return f"{shown(file, line)}   {linecache.getline(str(file), line).strip()}"
 
 
-def case_of(item: "Item") -> str:
-    """The case that the test named; without one, the test's parameters, or its name."""
+def case_of(item: "Item", error: BaseException | None = None) -> str:
+    """The case that the rank named whose error this is, or that the test named; else the test's parameters or name."""
     callspec = getattr(item, "callspec", None)
-    return current_case() or (callspec.id if callspec else item.name)
+    return getattr(error, "about", "") or current_case() or (callspec.id if callspec else item.name)
 
 
 def explain(told: CheckReport, item: "Item", error: BaseException) -> None:
@@ -156,12 +156,14 @@ def explain(told: CheckReport, item: "Item", error: BaseException) -> None:
     inner = getattr(error, "error", None)  # a rank's own exception, inside the failure of its run
     wrong = next((e for e in (error, inner) if isinstance(e, Wrong)), None)
     refused = next((e for e in (error, inner) if isinstance(e, AnswerError)), None)
-    case = ("case", case_of(item))
+    case = ("case", case_of(item, inner))
     if (stub := is_stub_error(error)) is not None:
         told.state, told.problem, told.next = "not started", "not started", _next_step(told, stub)
     elif wrong is not None:
-        rows = [("case", wrong.case or case_of(item)), *wrong.rows]
-        told.fill(wrong.problem, rows + (_at(wrong.__cause__) if wrong.__cause__ else []), wrong.read)
+        rows = [("case", wrong.case or case_of(item, inner)), *wrong.rows]
+        if wrong.__cause__ and "at" not in dict(rows):
+            rows += _at(wrong.__cause__)
+        told.fill(wrong.problem, rows, wrong.read)
     elif isinstance(error, BookError) or getattr(error, "kind", "") == "missing":
         told.fill(BOOKS_FAULT, [case, ("because", safe_text(error))], state="not checked")
     elif refused is not None:

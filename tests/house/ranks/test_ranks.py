@@ -15,6 +15,7 @@ import torch
 from lib.ranks import MAX_RANKS, RankFailure, milestone, mpi_launch, noise, pool
 from lib.ranks.deadlock import RankView
 from lib.ranks.failure import _state
+from lib.ranks.places import ROOT, is_user_file
 from tests.house.ranks import ranks_mpi_programs as mpi_programs
 from tests.house.ranks import ranks_programs as programs
 
@@ -615,6 +616,15 @@ def test_mpi_ranks_that_do_not_start_get_a_second_start(tmp_path, monkeypatch, n
         assert not [child for child in keeper.children(True) if child.name() == "sleep"]
     finally:
         other.close()
+
+
+@pytest.mark.parametrize(
+    ("file", "is_users"),
+    [("lib/moe.py", True), ("tests/chapter_19/test_moe.py", True), ("lib/workbook/grading/expect.py", False),
+     ("lib/ranks/rank.py", False)],
+)  # fmt: skip
+def test_the_lines_that_a_report_shows_are_the_user_s(file, is_users):
+    assert is_user_file(str(ROOT / file)) == is_users
 
 
 def test_default_thread_count_of_a_rank_is_one():
