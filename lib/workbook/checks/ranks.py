@@ -54,10 +54,8 @@ class Ranks:
         left = max(1.0, self.limit_s - (monotonic() - self.started) / PATIENCE)
         outputs: list[str] = []
         try:
-            result = pool(backend).run(
-                fn, *args, n_ranks=n_ranks, time_limit_s=time_limit_s or left, env=env, show_output=self.shows_all,
-                about=current_case,
-            )  # fmt: skip
+            told: dict[str, Any] = {"about": current_case, "show_output": self.shows_all}
+            result = pool(backend).run(fn, *args, n_ranks=n_ranks, time_limit_s=time_limit_s or left, env=env, **told)
             outputs = result.outputs
         except RankFailure as error:
             outputs = error.outputs

@@ -15,7 +15,7 @@ import torch
 from lib.ranks import MAX_RANKS, RankFailure, milestone, mpi_launch, noise, pool
 from lib.ranks.deadlock import RankView
 from lib.ranks.failure import _state
-from lib.ranks.places import ROOT, is_user_file
+from lib.ranks.places import is_user_file
 from tests.house.ranks import ranks_mpi_programs as mpi_programs
 from tests.house.ranks import ranks_programs as programs
 
