@@ -66,9 +66,9 @@ def test_a_wrong_number_on_a_rank_is_a_known_mistake(ranked):
 
 
 def test_an_exception_on_a_rank_has_the_case_that_the_rank_named(ranked):
-    ranked.answer("total", "return 1 / (value - 2)", module="ranked")
+    ranked.answer("total", "return 1 / 0", module="ranked")
     report = grade(ranked)["report"]
-    assert report.startswith("total: rank 1 raised ZeroDivisionError")
+    assert report.startswith("total: rank 0 raised ZeroDivisionError")
     assert "case         2 ranks, each with its number plus one" in report
 
 
