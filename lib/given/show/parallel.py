@@ -153,7 +153,7 @@ def draw_region() -> Figure:
     fig, ax = plt.subplots(figsize=(6.4, 3.1))
     stops = (0.5, 1.9, 3.9, 6.0, 8.1, 10.1, 11.5)
     for x, text in zip((0.5, 1.9, 10.1, 11.5), "xfgz", strict=True):
-        box(ax, x, 0.0, text, SHARED, (0.8, 0.8))
+        box(ax, x, 0.0, text, COLOURS[2] if text in "fg" else SHARED, (0.8, 0.8))
     for y, colour, rank in ((1.0, COLOURS[0], 0), (-1.0, COLOURS[1], 1)):
         for x, text in zip(stops[2:5], ("column\nlayer", "GELU", "row\nlayer"), strict=True):
             box(ax, x, y, text, colour, (1.6, 1.05))
