@@ -253,7 +253,8 @@ class ParallelAttention(nn.Module):
         One all-reduce forward, and one backward for wq, wk and wv together.
 
         ``rope`` ``[T, D/2]``, ``mask`` (the same for all heads; None lets every position attend to every other) and
-        ``cache`` (for this rank's H/R heads only) mean what they mean in chapter 3's ``MultiHeadAttention.forward``.
+        ``cache`` (for this rank's H/R heads only) mean what they mean in chapter 3's ``MultiHeadAttention.forward``;
+        ``cache.update(k, v)`` appends the new keys (rotated) and values, and returns all of them.
         """
         raise NotImplementedError("Exercise 13.9: write ParallelAttention.forward")
 
@@ -268,7 +269,7 @@ def vocab_parallel_cross_entropy(
     Args:
         logits_shard: This rank's columns ``[..., V_r]``, in rank order, any floating dtype; widths V_r may differ from
             rank to rank, and be 0.
-            Left unchanged.
+            Left unchanged. Tensors made for the loss are on its device, which need not be the default one.
         targets: Ids ``[...]`` in the whole vocabulary, in any integer dtype, the same on every rank.
         group: The ranks; None means all ranks.
 
@@ -281,7 +282,7 @@ def vocab_parallel_cross_entropy(
             So -100, which PyTorch ignores, is refused.
 
     Cost: for N targets, all-reduces of N numbers (the largest logit, the sum of exponentials, the target's logit)
-        and a few integers.
+        and a few integers, such as the ranks' widths, by any collective.
     Source: Megatron-LM (arXiv:1909.08053), section 3.
     """
     raise NotImplementedError("Exercise 13.10: write vocab_parallel_cross_entropy")

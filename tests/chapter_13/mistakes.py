@@ -38,6 +38,10 @@ the columns of all ranks are gathered, but the result should stay cut, and nothi
 +     parts = [None] * dist.get_world_size()
 +     dist.all_gather_object(parts, product)
 + return torch.cat(parts, dim=-1)
+the result is all-reduced, but an outer cut sends nothing: no rank needs another rank's columns
++ product = a @ b_shard
++ dist.all_reduce(product)
++ return product
 b_shard is transposed, like the weight of nn.Linear; here it is [K, N/R]
 - @ b_shard => @ b_shard.T
 
@@ -140,6 +144,8 @@ each rank adds the bias before the sum, so the total contains it R times
 the partial products are never added: g, `ReduceFromRegion`, belongs after the product, and f nowhere
 @@ forward
 + return nn.functional.linear(x, self.weight, self.bias)
+the bias is never added
+- total if self.bias is None else total + self.bias => total
 f is at the entrance, too: each rank reads its own inputs here, so their gradient should not be summed
 @@ forward
 - nn.functional.linear(x, self.weight) => nn.functional.linear(CopyToRegion.apply(x, self.group), self.weight)
@@ -168,6 +174,8 @@ a bias is drawn and thrown away, so that what is drawn next is not what one nn.L
 # ParallelMLP
 the GELU is the tanh approximation instead of the exact one
 - nn.functional.gelu(self.fc1(x)) => nn.functional.gelu(self.fc1(x), approximate="tanh")
+the activation is ReLU instead of an exact GELU
+- nn.functional.gelu => nn.functional.relu
 there is nothing between the two layers: the GELU is missing
 - nn.functional.gelu(self.fc1(x)) => self.fc1(x)
 the GELU comes after the second layer instead of between the two
@@ -218,6 +226,9 @@ attention is always causal, but without a mask every position may attend to ever
   return self.wo
 queries and keys are not rotated
 - if rope is not None => if False
+queries are rotated, but keys are not
+- q, k = (apply_rope(heads.transpose(1, 2), rope).transpose(1, 2) for heads in (q, k))
++ q = apply_rope(q.transpose(1, 2), rope).transpose(1, 2)
 
 # vocab_parallel_cross_entropy
 each rank subtracts its own largest logit, so the exponentials of different ranks cannot be added
@@ -228,6 +239,19 @@ the targets keep their dtype, and uint8 has numbers from 0 to 255 only; make the
 - targets = targets.long() =>
 all ranks are assumed to have as many columns as this one, but widths may differ
 - widths[:rank].sum() => rank * width
+the target's logit is not summed over the ranks: only the rank that has it subtracts it
+- ReduceFromRegion.apply(torch.where(is_here, found, 0.0), group) => torch.where(is_here, found, 0.0)
+m is added back to the logarithm, but it has been subtracted from the target's logit, too, so it cancels
+- total.log() - of_target => total.log() + largest - of_target
+a rank without columns gives 0 as its largest logit, which is above logits that are all negative: give -inf
+- largest = logits.detach().amax(-1)
++ largest = logits.detach().amax(-1) if width else logits.new_zeros(targets.shape)
+the largest logit is taken over all ranks, whatever the group
+- dist.ReduceOp.MAX, group=group => dist.ReduceOp.MAX
+a tensor is made on the default device, but belongs on the device of the logits
+- dtype=torch.int64, device=logits.device => dtype=torch.int64
+one rank alone refuses a wrong target, and the others wait for it: every rank should compare with the whole vocabulary
+- if len(unknown) => if len(unknown) and rank == (0 if int(unknown[0]) < 0 else len(widths) - 1)
 ranks that do not have the target add some other logit instead of zero
 - torch.where(is_here, found, 0.0) => found
 the sum over the targets is returned instead of the mean
@@ -261,6 +285,13 @@ they are whole
 the embedding is cut by features (ColwiseParallel), and so is its output; the contract cuts it by tokens
 (RowwiseParallel)
 - RowwiseParallel(input_layouts=Replicate()) => ColwiseParallel()
+the embedding is cut by features (ColwiseParallel) and gathered; the contract cuts it by tokens (RowwiseParallel)
+- RowwiseParallel(input_layouts=Replicate())
++ ColwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
+the head is cut by features (RowwiseParallel), but the contract cuts it by tokens (ColwiseParallel)
+- ColwiseParallel(output_layouts=Replicate()) => RowwiseParallel()
+wq is cut by rows, but its input is whole and its heads stay on the rank, so it should be cut by columns
+- "layers.*.attention.wq": ColwiseParallel() => "layers.*.attention.wq": RowwiseParallel()
 the embedding's output stays cut along the positions, but the blocks need it whole
 - return {
 + from torch.distributed.tensor import Shard
@@ -318,6 +349,10 @@ the bytes of the tensors are counted, but in a ring each rank sends 2 (R - 1)/R 
 - 2 * (world_size - 1) * all_reduced_bytes // world_size => all_reduced_bytes
 2 (R - 1) // R is taken first, which rounds 1.5 down to 1: multiply by the bytes, then divide
 - 2 * (world_size - 1) * all_reduced_bytes // world_size => 2 * (world_size - 1) // world_size * all_reduced_bytes
+the product is rounded before its last factors: multiply all of them first, and divide last
+- return 2 * (world_size - 1) * all_reduced_bytes // world_size
++ n = int(2 * (world_size - 1) / world_size * batch * length * config.dim)
++ return 4 * config.n_layers * n * bytes_per_value
 values are counted, not bytes
 + return reference.tensor_parallel_bytes(config, batch, length, world_size, 1)
 the bytes of all ranks are added, but only one rank's are wanted

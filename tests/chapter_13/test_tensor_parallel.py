@@ -24,7 +24,7 @@ from lib.attention import KVCache
 from lib.given.models.gpt2 import GPT2_SMALL
 from lib.given.models.llama import LLAMA_2_7B, TINY
 from lib.given.parallel.tensors import Collectives
-from lib.ranks import milestone
+from lib.ranks import RankFailure, milestone
 from lib.workbook.grading import case, expect_close, expect_equal, expect_raises, expect_true, graded, oracle
 from tests.inputs import randn
 
@@ -497,7 +497,7 @@ def mlp_on_ranks(rank, world_size):
 @pytest.mark.parametrize("n_ranks", [1, 2, 3])
 def test_ParallelMLP_on_ranks(ranks, n_ranks):
     result = ranks(mlp_on_ranks, n_ranks=n_ranks)
-    case(f"{n_ranks} ranks: one all-reduce of [2, 3, 5] float64 forward and one backward")
+    case(f"R={n_ranks}: one all-reduce of [2, 3, 5] float64 forward and one backward")
     sent = []
     for ledger in result.ledgers:
         n_forward = len(ledger.before("forward ends"))
@@ -531,7 +531,7 @@ def test_ParallelMLP_in_groups(ranks):
 
 ATTENTION_CUTS = {"wq.weight": 0, "wk.weight": 0, "wv.weight": 0, "wo.weight": 1}
 ATTENTION_READ = (
-    "figure 3b of arXiv:1909.08053; it uses ex-tensor-parallel-copytoregion to "
+    "section `Heads are columns`; it uses ex-tensor-parallel-copytoregion to "
     "ex-tensor-parallel-rowparallellinear: if they do not pass, fix those first"
 )
 
@@ -551,15 +551,11 @@ def attend(x: Tensor, w: dict[str, Tensor], n_heads: int, rope=None, mask=None) 
 
 def attention_on_ranks(rank, world_size, plain):
     heads, c, t = 2 * world_size, 8 * world_size, 5
-    given = (
-        {}
-        if plain
-        else {"rope": torch.polar(torch.ones(t, 2), randn(t, 2, seed=3)), "mask": torch.ones(t, t).tril().bool()}
-    )
-    case(
-        f"x [2, {t}, {c}], {heads} heads of 4, {' and '.join(given) or 'no rope and no mask'}; rank {rank} of "
-        f"{world_size}"
-    )
+    given = {}
+    if not plain:
+        given = {"rope": torch.polar(torch.ones(t, 2), randn(t, 2, seed=3)), "mask": torch.ones(t, t).tril().bool()}
+    sizes = f"x [2, {t}, {c}], {heads} heads of 4"
+    case(f"{sizes}, {' and '.join(given) or 'no rope and no mask'}; rank {rank} of {world_size}")
     whole = {name: randn(c, c, seed=i) / c**0.5 for i, name in enumerate(ATTENTION_CUTS)}
     module = fill(tp.ParallelAttention(c, heads), whole, ATTENTION_CUTS, "ex-tensor-parallel-parallelattention")
     w = {name: weight.clone().requires_grad_() for name, weight in whole.items()}
@@ -575,7 +571,8 @@ def attention_on_ranks(rank, world_size, plain):
     expect_close(ours.grad, theirs.grad, atol=1e-5, name="x's gradient", read=ATTENTION_READ)
     parts = {name: weight.grad.tensor_split(world_size, ATTENTION_CUTS[name])[rank] for name, weight in w.items()}
     expect_close(gradients(module), parts, atol=1e-5, name="gradients", read=ATTENTION_READ)
-    case(f"the same, two positions and then three, with a cache of this rank's heads; rank {rank}")
+    with_rope = "rope, " * (not plain)
+    case(f"{sizes}: two positions and then three, with {with_rope}mask and a cache of this rank's heads; rank {rank}")
     mask = torch.ones(t, t).tril().bool()
     rope = given.get("rope", torch.ones(t, 2, dtype=torch.complex64))
     cache, x = KVCache(2, 2, t, 4), ours.detach()
@@ -597,7 +594,7 @@ def attention_on_ranks(rank, world_size, plain):
 
 
 @pytest.mark.time_limit(20)
-@pytest.mark.parametrize(("n_ranks", "plain"), [(2, True), (3, False)])
+@pytest.mark.parametrize(("n_ranks", "plain"), [(2, True), (3, False)], ids=["2-plain", "3-rope-mask"])
 def test_ParallelAttention_on_ranks(ranks, n_ranks, plain):
     result = ranks(attention_on_ranks, plain, n_ranks=n_ranks)
     case(f"{n_ranks} ranks: one all-reduce forward, one backward, and one in each of two passes with a cache")
@@ -643,11 +640,11 @@ def test_ParallelAttention_in_groups(ranks):
 
 
 def loss_by_hand(rank, world_size):
-    case(f"V=6 on three ranks (3, 1, 2 columns), logits ln 1 .. ln 6, targets 0, 3, 5; rank {rank}")
+    case(f"V=6 on three ranks (3, 1, 2 columns), logits ln 1 .. ln 6, targets 0, 3, 4; rank {rank}")
     shard = torch.arange(1.0, 7.0).log().expand(3, 6).split([3, 1, 2], dim=-1)[rank].clone().requires_grad_()
     before = shard.detach().clone()
-    loss = tp.vocab_parallel_cross_entropy(shard, torch.tensor([0, 3, 5]), None)
-    expected = torch.tensor((3 * math.log(21) - math.log(1 * 4 * 6)) / 3)
+    loss = tp.vocab_parallel_cross_entropy(shard, torch.tensor([0, 3, 4]), None)
+    expected = torch.tensor((3 * math.log(21) - math.log(1 * 4 * 5)) / 3)
     expect_close(loss, expected, atol=1e-5, read=VOCAB)
     expect_close(shard.detach(), before, name="logits_shard afterwards", read=VOCAB)
 
@@ -655,6 +652,18 @@ def loss_by_hand(rank, world_size):
 @pytest.mark.time_limit(20)
 def test_vocab_parallel_cross_entropy_by_hand(ranks):
     ranks(loss_by_hand, n_ranks=3)
+
+
+def loss_beside_another_device(shard: Tensor, targets: Tensor) -> Tensor:
+    """The loss while "meta" is the default device, where a tensor lands that is made without ``device=``."""
+    try:
+        with torch.device("meta"):
+            return tp.vocab_parallel_cross_entropy(shard, targets, None)
+    except (RuntimeError, NotImplementedError) as error:
+        read = "the contract of ex-tensor-parallel-vocab-parallel-cross-entropy, under Args"
+        problem = "a tensor is made on the default device; make it with device=logits_shard.device"
+        expect_true("meta" not in str(error).lower(), problem, answer="on the default device", read=read)
+        raise
 
 
 def loss_on_ranks(rank, world_size):
@@ -672,12 +681,16 @@ def loss_on_ranks(rank, world_size):
         wide = logits.to(torch.promote_types(dtype, torch.float32)).requires_grad_()
         expected = functional.cross_entropy(wide.flatten(0, -2), targets.flatten())
         shard = logits.split(widths, -1)[rank].clone().requires_grad_()
-        with torch.device("meta"):  # where a tensor lands that is made without `device=`, and which no collective takes
-            loss = tp.vocab_parallel_cross_entropy(shard, targets, None)
+        loss = loss_beside_another_device(shard, targets)
         expect_close(loss, expected, rtol=1e-5, read=VOCAB)
         (found,) = torch.autograd.grad(3 * loss, shard)
         part = 3 * torch.autograd.grad(expected, wide)[0].split(widths, -1)[rank]
         expect_close(found, part.to(dtype), atol=1e-2 if dtype == torch.bfloat16 else 1e-6, name="gradient", read=VOCAB)
+    case(f"columns [0, 3, 0, 1], logits 9,999 to 10,002 below zero, targets 0, 3, 1; rank {rank}")
+    logits = torch.tensor([-10_000.0, -10_001.0, -9_999.0, -10_002.0]).expand(3, 4)
+    targets = torch.tensor([0, 3, 1])
+    loss = tp.vocab_parallel_cross_entropy(logits.split([0, 3, 0, 1], -1)[rank], targets, None)
+    expect_close(loss, functional.cross_entropy(logits, targets), rtol=1e-5, read=VOCAB)
     case(f"targets 0, 255 and 130 in uint8, V=300 in columns [100, 60, 70, 70]; rank {rank}")
     logits, targets = randn(3, 300, seed=3), torch.tensor([0, 255, 130])
     loss = tp.vocab_parallel_cross_entropy(logits.split([100, 60, 70, 70], -1)[rank], targets.to(torch.uint8), None)
@@ -689,14 +702,13 @@ def loss_on_ranks(rank, world_size):
     expect_close(loss, functional.cross_entropy(logits, targets), rtol=1e-5, read=VOCAB)
 
 
-def loss_refuses(rank, world_size):
-    for wrong in (-1, -100, 23, 57):
-        case(f"V=23 on two ranks, targets 3 and {wrong}; rank {rank}")
-        with expect_raises(
-            ValueError, str(wrong), read="the contract of ex-tensor-parallel-vocab-parallel-cross-entropy, under Raises"
-        ):
-            shard = torch.zeros(2, 11 + rank)
-            tp.vocab_parallel_cross_entropy(shard, torch.tensor([3, wrong]), None)
+LOSS_RAISES = "the contract of ex-tensor-parallel-vocab-parallel-cross-entropy, under Raises"
+
+
+def loss_refuses(rank, world_size, wrong):
+    case(f"V=23 on two ranks, targets 3 and {wrong}; rank {rank}")
+    with expect_raises(ValueError, str(wrong), read=LOSS_RAISES):
+        tp.vocab_parallel_cross_entropy(torch.zeros(2, 11 + rank), torch.tensor([3, wrong]), None)
 
 
 @pytest.mark.time_limit(20)
@@ -706,7 +718,16 @@ def test_vocab_parallel_cross_entropy_on_ranks(ranks):
 
 @pytest.mark.time_limit(20)
 def test_vocab_parallel_cross_entropy_refuses(ranks):
-    ranks(loss_refuses, n_ranks=2)
+    for wrong in (-1, -100, 23, 57):
+        case(f"V=23 on two ranks, targets 3 and {wrong}: a ValueError on both")
+        try:
+            ranks(loss_refuses, wrong, n_ranks=2)
+        except RankFailure as failure:
+            ended = [state.rank for state in failure.per_rank if state.status == "returned"]
+            if failure.kind == "deadlock" and ended:
+                problem = f"ValueError on rank {ended[0]} only, for which the other rank waits in a collective"
+                expect_true(False, problem, answer=ended, read=LOSS_RAISES)
+            raise
 
 
 def loss_of_many(rank, world_size):
