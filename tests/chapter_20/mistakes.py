@@ -227,6 +227,10 @@ every format gets e4m3fn's scale
 + return reference.DelayedScale.scale(self, E4M3, x)
 infinities are recorded: they spoil the scale for the whole history
 - _amax(_magnitudes(x)) => _amax(x.detach().float().abs().nan_to_num(nan=0, posinf=torch.inf))
+NaN is recorded: it spoils the scale for the whole history
+- _amax(_magnitudes(x)) => _amax(x.detach().float().abs().nan_to_num(nan=torch.nan, posinf=0))
+a history of zeros gives the scale 0, by which the next tensor would be divided
+- _positive(torch.stack(self.amax).amax() / largest(dtype)) => torch.stack(self.amax).amax() / largest(dtype)
 a step of zeros is recorded as the scale 1 times the format's largest number, instead of as 0
 - _amax(_magnitudes(x)) => _amax(_magnitudes(x)) if x.any() else torch.tensor(127.0)
 without a past and without a tensor it returns 1 instead of raising
@@ -291,6 +295,11 @@ weights are cast to the dtype of x before they are rounded: they are rounded twi
 + return reference.Float8Linear.cast(self, tensor.bfloat16() if name == "weight" else tensor, name, dim, first)
 `view` cannot flatten an x whose vectors don't lie one after the other: `reshape` copies where it must
 - x.reshape(-1 => x.view(-1
+'rowwise' gives both factors scales of rows: in the right factor they change along the sum
+- {"rowwise": dim => {"rowwise": 1
+the products and the bias are added in float32, and only the sum is rounded to the dtype of x
+- scale_a, scale_b, x.dtype => scale_a, scale_b, torch.float32
+- y if self.bias is None else y + self.bias.to(y.dtype) => (y if self.bias is None else y + self.bias).to(x.dtype)
 
 # mx_quantize
 the 8, the exponent of e4m3fn's largest numbers, is not subtracted
@@ -434,6 +443,20 @@ the sum is rounded to the dtype of x after each tile instead of once at the end
 + total = total.to(x.dtype.element_ty).to(tl.float32)
 high levels are taken for the second half of the tile instead of for the odd places
 - 2 * pairs + odd => pairs + odd * (TILE_K // 2)
+a column of x is counted as its byte is: the even terms of the bytes are two columns apart
+- 2 * pairs + odd => pairs
+the odd columns of x are multiplied with both levels of a byte, and the even ones with none
+- 2 * pairs + odd => 2 * pairs + 1
+the even columns of x are multiplied with both levels of a byte, and the odd ones with none
+- 2 * pairs + odd => 2 * pairs
+the zero point is subtracted after scaling: it is a level, and is scaled too
+- (level - origin[None, :]) * factor[None, :] => level * factor[None, :] - origin[None, :]
+rows are counted by `tl.program_id(1)`, as columns are: the rows' programs are along the grid's first dimension
+- tl.program_id(0) => tl.program_id(1)
+weights and x are multiplied in float32 instead of the dtype of x
+- * factor[None, :]).to(x.dtype.element_ty) => * factor[None, :])
+- tl.load(x_at, mask=(rows < M)[:, None], other=0.0), weight
++ tl.load(x_at, mask=(rows < M)[:, None], other=0.0).to(tl.float32), weight
 
 # Int4Linear
 the bias is forgotten
@@ -483,6 +506,8 @@ groups are multiplied one by one, and added in the dtype of x instead of float32
 + return y if self.bias is None else y + self.bias.to(y.dtype)
 groups always have 128 columns, or are the whole row
 - linear.weight, group_size => linear.weight, 128 if linear.weight.shape[1] % 128 == 0 else linear.weight.shape[1]
+the kernel is never launched: on a GPU, too, the dequantized weights are multiplied
+- if x.is_cuda: => if False:
 
 # gptq
 errors are not carried on: this is plain rounding
@@ -525,6 +550,16 @@ the Hessian is damped in place
 + return answer
 the error is not divided by the entry of the factor on its diagonal
 - / upper[i, i] =>
+the error is divided twice by the entry of the factor on its diagonal
+- / upper[i, i] => / upper[i, i] ** 2
+the error is that of the weight as it was given instead of the weight as it is corrected by then
+- error = (column - => error = (weight.detach()[:, i : i + 1].double() -
+the damping is 0.01 itself instead of 1 % of the diagonal's mean
+- 0.01 * _positive(h.diagonal().mean()) => 0.01
+the damping is added to all of H instead of its diagonal alone
+- * torch.eye(n_columns).to(h) =>
+corrections are computed in float32 instead of float64
+- weight.detach().double().clone(), hessian.detach().double() => weight.detach().float().clone(), hessian.detach().float()
 the weights are changed in place
 + answer = reference.gptq(weight, hessian, group_size)
 + weight.copy_(dequantize_int4(*answer))

@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from lib.given.kernels import quantized
+from lib.given.kernels import int4, quantized
 from lib.given.kernels.int4 import launch_int4_matmul
 from lib.given.kernels.mode import HAS_TRITON, INTERPRETED, NO_TRITON
 from lib.given.kernels.quantized import launch_block_matmul
 from lib.workbook.grading import case, expect_close, expect_equal, expect_raises, expect_true, graded, oracle
-from tests.chapter_14.memory import watched
+from tests.chapter_14.memory import Guarded, watched
 from tests.inputs import randn
 from tests.observe import HostReads, tensors_in
 
@@ -857,6 +858,16 @@ def test_Float8Linear_rounds_weights_once():
     expect_close(y.float().detach(), torch.tensor([[18.0 * 448]]), rtol=2**-8, atol=0, answer=y, read=LAYER)
 
 
+def test_Float8Linear_adds_the_bias_in_the_dtype_of_x():
+    case("bfloat16, whose neighbours of 256 are 255 and 258: a product of 257 becomes 256, and so does its sum with 1")
+    linear = nn.Linear(3, 2)
+    with torch.no_grad():
+        linear.weight.copy_(torch.tensor([[0.5, 32.0, 1.0], [448.0, 0.0, 0.0]]))
+        linear.bias.fill_(1)
+    y = low.Float8Linear(linear, "dynamic")(torch.tensor([[448.0, 1.0, 1.0]], dtype=torch.bfloat16))
+    expect_close(y.detach()[:, :1], torch.tensor([[256.0]]).bfloat16(), rtol=0, atol=0, answer=y, read="the contract")
+
+
 def test_Float8Linear_of_a_transposed_x():
     case("x [3, 4, 20], the transpose of another tensor: its vectors don't lie one after the other")
     layer, _, _, _ = layer_and_inputs("dynamic")
@@ -1317,7 +1328,7 @@ def packed_weights(n: int, k: int, group: int, seed: int = 0) -> tuple[Tensor, T
 
 
 def run_int4(x: Tensor, packed: Tensor, scale: Tensor, zero: Tensor, read="the contract"):
-    with watched(read) as seen:
+    with watched(read) as seen, Guarded():  # what no program stores is NaN
         out = launch_int4_matmul(low.int4_matmul_kernel, x.to(DEVICE), packed, scale, zero, always=True)
     return out, seen
 
@@ -1349,6 +1360,12 @@ def test_int4_matmul_kernel_of_ragged_sizes(m, n, k, group, dtype):
     expect_close(out.cpu(), expected.to(dtype), rtol=eps, atol=eps * expected.abs().max().item(), read="the contract")
 
 
+def how_often(counts: Tensor) -> str:
+    """ "2 times", or "0 to 2 times" where the counts differ."""
+    least, most = counts.min(), counts.max()
+    return f"{least} times" if least == most else f"{least} to {most} times"
+
+
 def sum_of_2048_and_ones() -> Tensor:
     """``[1, 256]`` in float16: 2048, and a one in each later group of 32; a float16 sum would stay at 2048, whose
     neighbour is 2050.
@@ -1368,6 +1385,17 @@ def test_int4_matmul_kernel_adds_in_float32():
 
 
 @kernel_marks
+def test_int4_matmul_kernel_multiplies_in_the_dtype_of_x():
+    case("x in float16: 1, -1 and zeros; levels 15 and 14 with a scale of 1/3: weights 5 and 4.668, rounded to float16")
+    x, packed = torch.zeros(1, 32, dtype=torch.float16), torch.full((1, 16), 0xEF, dtype=torch.uint8)
+    x[0, 0], x[0, 1] = 1, -1
+    scale, zero = torch.tensor([[1 / 3]]), torch.zeros(1, 1, dtype=torch.uint8)
+    out, _ = run_int4(x, packed.to(DEVICE), scale.to(DEVICE), zero.to(DEVICE))
+    expected = (15 * scale).half() - (14 * scale).half()
+    expect_close(out.cpu(), expected, atol=0, rtol=0, read=RETURNS)
+
+
+@kernel_marks
 @pytest.mark.skipif(not INTERPRETED, reason="accesses are counted in Triton's interpreter")
 def test_int4_matmul_kernel_reads_each_byte_once():
     case("m=5 n=40 k=256, groups of 64: one tile of rows, so each byte is read once and each result is stored once")
@@ -1376,9 +1404,9 @@ def test_int4_matmul_kernel_reads_each_byte_once():
     out, seen = run_int4(x, packed, scale, zero)
     expect_close(out, (x.double() @ weight.T).float(), rtol=1e-4, atol=1e-3, read="the contract")
     reads, writes = seen.count(packed, stores=False), seen.count(out, stores=True)
-    problem = f"each packed byte is read {reads.min()} to {reads.max()} times: expected once, for both of its levels"
+    problem = f"each packed byte is read {how_often(reads)}: expected once, for both of its levels"
     expect_true(reads.min() == reads.max() == 1, problem, answer=out, read=RETURNS)
-    problem = f"each element of the result is stored once; they were stored {writes.min()} to {writes.max()} times"
+    problem = f"each element of the result is stored {how_often(writes)}: expected once"
     expect_true(writes.min() == writes.max() == 1, problem, answer=out, read=RETURNS)
     exact = {precision.lower() for dtype, precision in seen.dots if dtype == "fp32"} <= {"ieee"}
     problem = "tl.dot of float32 tiles needs input_precision='ieee', else a GPU uses TF32"
@@ -1492,6 +1520,42 @@ def test_Int4Linear_has_its_own_bias():
     with torch.no_grad():
         linear.bias.add_(100)
     expect_close(layer(x), before, atol=0, rtol=0, answer=layer(x), read="the contract, under Attributes")
+
+
+class EveryTensorOnAGpu(TorchFunctionMode):
+    """Tensors say that they lie on a GPU, and what asks for its memory gets the CPU's."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+        if func == Tensor.is_cuda.__get__:
+            return True
+        if func == Tensor.device.__get__:
+            return torch.device("cuda", 0)
+        args, kwargs = torch.utils._pytree.tree_map_only(torch.device, lambda _: "cpu", (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def test_Int4Linear_launches_the_kernel(monkeypatch):
+    case("x [2, 3, 64], weight [10, 64], which say that they lie on a GPU: launch_int4_matmul computes the product")
+    calls = []
+
+    def fake_launch(kernel, x, packed, scale, zero, always=False):
+        m, _ = x.shape
+        calls.append((x, packed, scale, zero))
+        return torch.full((m, len(packed)), 7.0)
+
+    layer, linear, x, _ = layer_of_int4()
+    names = inspect.unwrap(low.Int4Linear.forward).__globals__
+    monkeypatch.setitem(names, "launch_int4_matmul", fake_launch)
+    monkeypatch.setattr(int4, "launch_int4_matmul", fake_launch)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with EveryTensorOnAGpu():
+        y = layer(x)
+    expect_equal(len(calls), 1, name="launches", answer=y, read="the contract of forward")
+    expect_close(y, 7 + linear.bias.detach().expand(2, 3, 10), answer=y, read="the contract of forward")
+    given = x.reshape(-1, 64), layer.packed, layer.scale, layer.zero
+    same = all(torch.equal(mine, wanted) for mine, wanted in zip(calls[0], given, strict=True))
+    problem = "launch_int4_matmul did not get the rows of x, the packed weights, the scales and the zero points"
+    expect_true(same, problem, answer=y, read="the contract of forward")
 
 
 @pytest.mark.parametrize("size", [0, 48])
@@ -1616,7 +1680,28 @@ def test_gptq_is_optimal_brain_quantization(n, k, group):
     )
     expected = one_by_one(weight, hessian, group)
     share = (q == expected).double().mean().item()
-    expect_true(share > 0.99, f"{share:.1%} of the levels are those of exact arithmetic", answer=q, read=ERROR)
+    problem = f"{share:.1%} of the levels are those of exact arithmetic: expected more than 99 %"
+    expect_true(share > 0.99, problem, answer=q, read=ERROR)
+
+
+def test_gptq_corrects_in_float64():
+    case("weight [64, 32] in one group, scale 1, inputs in one direction; last weights, corrected, 2e-6 beside a tie")
+    inputs = randn(64, 1) @ randn(1, 32, seed=1)
+    hessian = inputs.T @ inputs
+    weight = 3 * randn(64, 32, seed=5, dtype=torch.float64).clamp(-1.5, 1.5)
+    weight[:, 0], weight[:, 1] = 7, -8  # the range of every row
+    h = hessian.double()
+    h = h + 0.01 * h.diagonal().mean() * torch.eye(32, dtype=torch.float64)
+    w = weight.clone()
+    for i in range(31):
+        inverse = torch.linalg.inv(h[i:, i:])
+        w[:, i:] -= ((w[:, i] - w[:, i].round().clamp(-8, 7)) / inverse[0, 0])[:, None] * inverse[0]
+    wanted = torch.arange(64) % 2
+    weight[:, 31] += 0.5 + 4e-6 * (wanted - 0.5) - w[:, 31]
+    q, _, zero = low.gptq(weight, hessian, 32)
+    last = q[:, 31].int() - zero[:, 0].int()
+    problem = f"{(last == wanted).double().mean():.0%} of the last levels are those of float64: expected all"
+    expect_true(torch.equal(last, wanted.int()), problem, answer=q, read=RETURNS)
 
 
 def test_gptq_beats_rounding():
@@ -1667,7 +1752,8 @@ def test_gptq_of_small_inputs():
     expected = one_by_one(weight, hessian, 32)
     q, _, _ = low.gptq(weight, hessian * 2.0**-80, 32)
     share = (q == expected).double().mean().item()
-    expect_true(share > 0.99, f"{share:.1%} of the levels are those of large inputs", answer=q, read=ERROR)
+    problem = f"{share:.1%} of the levels are those of large inputs: expected more than 99 %"
+    expect_true(share > 0.99, problem, answer=q, read=ERROR)
 
 
 def test_gptq_of_a_singular_hessian():
