@@ -306,10 +306,14 @@ the 8, the exponent of e4m3fn's largest numbers, is not subtracted
 - - 1 - 8 => - 1
 torch.frexp's exponent is taken as it is, but it is one more than floor(log2)
 - - 1 - 8 => - 8
-the exponent is rounded up, or to the nearest, instead of down
+the exponent is rounded up instead of down
 - torch.frexp(amax).exponent - 1 - 8 => torch.ceil(torch.log2(amax.double())).int() - 8
+the exponent is rounded to the nearest instead of down
+- torch.frexp(amax).exponent - 1 - 8 => torch.round(torch.log2(amax.double())).int() - 8
 the largest number is divided by 448 and rounded down to a power of two
 - torch.frexp(amax).exponent - 1 - 8 => torch.floor(torch.log2(amax.double() / 448)).int()
+the largest number is divided by 448 and rounded up to a power of two
+- torch.frexp(amax).exponent - 1 - 8 => torch.ceil(torch.log2(amax.double() / 448)).int()
 log2 in float32 rounds up just below a power of two
 - torch.frexp(amax).exponent - 1 - 8 => torch.floor(torch.log2(amax)).int() - 8
 9 is subtracted from floor(log2) instead of 8: frexp's extra one is taken off twice
