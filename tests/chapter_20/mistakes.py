@@ -555,7 +555,7 @@ the Hessian is damped in place
 the error is not divided by the entry of the factor on its diagonal
 - / upper[i, i] =>
 the error is divided twice by the entry of the factor on its diagonal
-- / upper[i, i] => / upper[i, i] ** 2
+- error * upper[i, i + 1 :] => error * (upper[i, i + 1 :] / upper[i, i])
 the error is that of the weight as it was given instead of the weight as it is corrected by then
 - error = (column - => error = (weight.detach()[:, i : i + 1].double() -
 the damping is 0.01 itself instead of 1 % of the diagonal's mean
@@ -563,7 +563,8 @@ the damping is 0.01 itself instead of 1 % of the diagonal's mean
 the damping is added to all of H instead of its diagonal alone
 - * torch.eye(n_columns).to(h) =>
 corrections are computed in float32 instead of float64
-- weight.detach().double().clone(), hessian.detach().double() => weight.detach().float().clone(), hessian.detach().float()
+- weight.detach().double().clone() => weight.detach().float().clone()
+- hessian.detach().double() => hessian.detach().float()
 the weights are changed in place
 + answer = reference.gptq(weight, hessian, group_size)
 + weight.copy_(dequantize_int4(*answer))
