@@ -510,8 +510,6 @@ groups are multiplied one by one, and added in the dtype of x instead of float32
 + return y if self.bias is None else y + self.bias.to(y.dtype)
 groups always have 128 columns, or are the whole row
 - linear.weight, group_size => linear.weight, 128 if linear.weight.shape[1] % 128 == 0 else linear.weight.shape[1]
-the kernel is never launched: on a GPU, too, the dequantized weights are multiplied
-- if x.is_cuda: => if False:
 
 # gptq
 errors are not carried on: this is plain rounding

