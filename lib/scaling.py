@@ -115,7 +115,7 @@ def compute_bound_batch(
     Convention: the best case.
         The two axes send at the same time, each by itself behind the products, so the slowest of the three sets the
         time.
-        (X - 1)/X counts as 1, but an axis of one device sends nothing.
+        (X - 1)/X counts as 1, but an axis of one device sends nothing, so with X = 1 one token is enough.
     """
     raise NotImplementedError("Exercise 16.4: write compute_bound_batch")
 
@@ -127,9 +127,9 @@ def choose_gpu(n_parameters: float, mode: str, bits: int) -> Choice:
 
     Args:
         n_parameters: Number of weights.
-        bits: Bits of each value (PyTorch's AdamW creates moments in the weights' dtype).
         mode: "inference", which holds the weights only, or "training", which also holds a gradient and two moments for
             each.
+        bits: Bits of each value (PyTorch's AdamW creates moments in the weights' dtype).
 
     Returns:
         ``Choice(name, dollars_per_hour)`` of the cheapest of ``CARDS`` with enough ``memory_gb``.

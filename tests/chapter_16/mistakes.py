@@ -351,6 +351,16 @@ the pipeline's messages were added to the step; they overlap like those of the o
 - 3 * weights * (s - 1) / s => 3 * weights * (s > 1)
 the activations of the tensor axis were cut by T; an all-reduce sends all C of them
 - 2 * local.n_layers * 2 * activations => 2 * local.n_layers * 2 * activations / t
+the states were divided among the copies, too; each copy holds all of its shards
+- states / s => states / (s * d)
+a tensor rank was given the whole F; each has F/T of it
+- config.hidden_dim // t => config.hidden_dim
+a stage was given all L blocks; each has L/P of them
+- config.n_layers // p => config.n_layers
+the weights that are gathered need memory, too
+- + memory["activations"] + gathered => + memory["activations"]
+the bubble was computed for 4 micro-batches; with P stages there are 4 P
+- pipeline_bubble(p, micro_batches) => pipeline_bubble(p, 4)
 
 # plan
 this is the fastest of all layouts, but it does not fit

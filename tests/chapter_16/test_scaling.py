@@ -476,7 +476,8 @@ def expect_best(found, config, n, size, links, rows, peak):
     quickest = {it: c["memory"] for it, c in costs.items() if c["step"] <= best * (1 + 1e-9)}
     if not quickest.keys() & fitting.keys():
         said = bytes_in("; ".join(found.reasons))
-        problem = "a faster layout does not fit, and no sentence of reasons says how much memory it needs"
+        needed = " or ".join(f"{size:,.0f}" for size in sorted(quickest.values()))
+        problem = f"a faster layout needs {needed} bytes, more than fit; no reason says so: {found.reasons}"
         expect_true(any(_near(a, b) for a in said for b in quickest.values()), problem, answer=found, read=PLAN)
 
 
