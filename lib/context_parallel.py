@@ -158,8 +158,8 @@ def ulysses_attention(q: Float[Tensor, "b t h d"], k: Float[Tensor, "b t g d"], 
         q: Queries ``[B, T/R, H, D]`` of positions r T/R to (r + 1) T/R - 1.
         k: Keys ``[B, T/R, G, D]`` of the same positions; G divides H.
         v: Values ``[B, T/R, G, D]``.
-            If R does not divide G, each key/value head and values is repeated, as few times as possible, so that R
-            divides their number.
+            If R does not divide G, each key/value head is repeated, as few times as possible, so that R divides their
+            number; the copies of a head stand side by side.
         is_causal: Whether no position attends to a later one.
         group: The R ranks, where None means all ranks.
 
@@ -260,7 +260,7 @@ def ring_block(
 ) -> tuple[slice, slice, bool] | None:
     """Which of a rank's queries attend to which keys of another rank's pair, as one block of attention. (Exercise 18.11)
 
-    Size: 40 minutes, difficulty 5, core.
+    Size: 15 minutes, difficulty 2, core.
 
     Args:
         rank: The rank that computes.
@@ -285,7 +285,7 @@ def ring_attention(q: Float[Tensor, "b h t d"], k: Float[Tensor, "b g t d"], v: 
                    ) -> Float[Tensor, "b h t d"]:  # fmt: skip
     """Attention over the whole sequence, in which keys and values go round a ring of ranks. (Exercise 18.12)
 
-    Size: 15 minutes, difficulty 2, core.
+    Size: 40 minutes, difficulty 5, core.
 
     Args:
         q: Queries ``[B, H, T/R, D]`` of this rank's positions.

@@ -373,6 +373,8 @@ keys and values are all-gathered: every rank holds all of them, and nothing over
 +     shares = [zigzag_indices(n_ranks * k.shape[-2], r, n_ranks) for r in range(n_ranks)]
 + k, v = (GatherSequence.apply(x, 2, group).repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
 + return scaled_dot_product_attention(q, k, v, torch.cat(shares) <= shares[rank][:, None] if is_causal else None)
+the pair is sent on in the last step, too: R messages instead of R - 1
+- arrived = pass_on(pair, spare, group) if step < n_ranks - 1 else None => arrived = pass_on(pair, spare, group)
 each rank attends to its own keys only: nothing goes round
 - dist.get_world_size(group), torch.empty_like(pair) => 1, torch.empty_like(pair)
 a pair is sent on only after the rank has computed with it: no message is on its way meanwhile

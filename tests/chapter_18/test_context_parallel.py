@@ -685,10 +685,11 @@ RINGS = [(2, 8, 2, 2), (3, 18, 4, 2), (4, 40, 3, 1)]
 @pytest.mark.time_limit(20)
 @pytest.mark.parametrize(("n_ranks", "length", "h", "g"), RINGS)
 def test_ring_attention_equals_the_whole(ranks, n_ranks, length, h, g):
+    sizes = f"T={length} H={h} G={g} D=4 on {n_ranks} ranks"
+    case(f"{sizes}, four times forward and backward")
     result = ranks(run_ring, length, h, g, n_ranks=n_ranks)
     pair = 2 * 2 * g * (length // n_ranks) * 4 * 8
     for ledger in result.ledgers:
-        sizes = f"T={length} H={h} G={g} D=4 on {n_ranks} ranks"
         case(f"{sizes}, four times forward and backward: bytes of rank {ledger.rank}")
         others = {op for op in counts(ledger) if op not in ("isend", "irecv", "send", "recv")}
         problem = (
