@@ -57,18 +57,20 @@ class Grader:
             reports = [_made(item, "failed", *self.not_started[key])]
         else:
             reports = self._reports_of(item, exercise)
-            self._note_stub(exercise, reports)
+            self._note(exercise, reports)
         for one in reports:
             self._count(one)
             item.ihook.pytest_runtest_logreport(report=one)
         item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
 
-    def _note_stub(self, exercise: Exercise, reports: list[TestReport]) -> None:
+    def _note(self, exercise: Exercise, reports: list[TestReport]) -> None:
         """If a check found nothing but the stub: what it reports holds for the exercise's other checks too,
-        which then need no child and no ranks.
+        which then need no child and no ranks. If its ranks were not finished in time, those are not run.
         """
         for one in reports:
             told = CheckReport.of(one)
+            if told and told.is_late:
+                self.given_up[exercise.module, exercise.name] = "an earlier check was not finished in time"
             if told and told.state == "not started" and exercise.name in _untouched(exercise.module):
                 self.not_started[exercise.module, exercise.name] = told, one.user_properties
 

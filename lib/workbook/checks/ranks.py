@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from lib.ranks.pools import Result
 
 SHOWN_LINES = 8  # of each rank's output
+TOLD_S = 5.0  # before the check itself is ended, so that its ranks can still say where they are
 DIAGNOSED_RUN_S = 6.0  # the limit of one run of ranks during a diagnosis
 
 
@@ -51,7 +52,7 @@ class Ranks:
             began = monotonic()
             pool(backend).ready()
             self.started += monotonic() - began
-        left = max(1.0, self.limit_s - (monotonic() - self.started) / PATIENCE)
+        left = max(1.0, self.limit_s - (monotonic() - self.started + TOLD_S) / PATIENCE)
         outputs: list[str] = []
         try:
             told: dict[str, Any] = {"about": current_case, "show_output": self.shows_all}

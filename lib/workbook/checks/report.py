@@ -45,6 +45,7 @@ class CheckReport:
     and "not run" means that the check was not tried because an earlier one did not end.
     ``rows`` are the (label, text) pairs of the report.
     ``repeated`` counts the failed checks of the same exercise before this one.
+    ``is_late`` means that its ranks were not finished in time, after which the exercise's other checks are not run.
     """
 
     chapter: int
@@ -61,6 +62,7 @@ class CheckReport:
     read: str = ""
     rows: Rows = field(default_factory=list)
     repeated: int = 0
+    is_late: bool = False
 
     @classmethod
     def of(cls, report: "TestReport") -> "CheckReport | None":
@@ -171,6 +173,7 @@ def explain(told: CheckReport, item: "Item", error: BaseException) -> None:
     elif hasattr(error, "per_rank"):
         first, *more = safe_text(error).splitlines() or [type(error).__name__]
         told.fill(first, [case, ("ranks", "\n".join(more))])
+        told.is_late = getattr(error, "kind", "") == "time"
     else:
         told.fill(*_raised(case, error))
 

@@ -72,6 +72,16 @@ def test_an_exception_on_a_rank_has_the_case_that_the_rank_named(ranked):
     assert "case         2 ranks, each with its number plus one" in report
 
 
+def test_ranks_that_are_late_say_where_they_are_and_no_other_check_is_run(ranked):
+    path = ranked.root / "tests/chapter_03/test_ranked.py"
+    late = path.read_text().replace("time_limit(20)", "time_limit(2)")
+    path.write_text(late + "\n\ndef test_total_by_hand():\n    expect_equal(ranked.total(1.0), 1.0)\n")
+    ranked.answer("total", "import time; time.sleep(1000)", module="ranked")
+    row = grade(ranked)
+    assert "rank 1  lib/ranked.py:" in row["report"]
+    assert (row["failed"], row["not_run"]) == (1, 1)
+
+
 def test_the_ledger_is_graded(ranked):
     ranked.answer("total", TWICE, module="ranked")
     row = grade(ranked)
