@@ -65,7 +65,7 @@ class Grader:
 
     def _note(self, exercise: Exercise, reports: list[TestReport]) -> None:
         """If a check found nothing but the stub: what it reports holds for the exercise's other checks too,
-        which then need no child and no ranks. If its ranks were not finished in time, those are not run.
+        which then need no child and no ranks. After ranks that were not finished in time, no other check is run.
         """
         for one in reports:
             told = CheckReport.of(one)
