@@ -34,7 +34,7 @@ from itertools import count, islice, pairwise
 from pathlib import Path
 from typing import Any
 
-from lib.bench.clients import Clients, find_model
+from lib.bench.clients import Clients, certificates, find_model
 from lib.given.data.corpora import language_reference
 from lib.runs.flags import ProgramParser, UsageError, positive, whole
 
@@ -263,7 +263,7 @@ def summarize(load: Load, limits: tuple[float, float]) -> dict[str, Any]:
                     "first_token_s": limits[0], "between_tokens_s": limits[1]},
         "open_requests": {"middle": middle, "end": last},
         "server_kept_up": last <= GREW * middle + 5,
-        "latest_start_s": max((s.left - s.ask.at for s in load.seen), default=0.0),
+        "latest_start_s": max((s.left - s.ask.at for s in counted), default=0.0),
     }  # fmt: skip
 
 
@@ -371,9 +371,12 @@ def window_of(options: Any) -> tuple[float, float]:
 _meet: Any = None  # of a pool's processes, which begin a load together
 
 
-def _keep(meet: Any) -> None:
+def prepare(meet: Any = None) -> None:
+    """Read what the first request needs while no load runs: it takes longer than the next request can wait."""
     global _meet
     _meet = meet
+    certificates()
+    language_reference()
 
 
 def _send(options: Any, model: str, number: int, part: int) -> list[Seen]:
@@ -384,8 +387,9 @@ def _send(options: Any, model: str, number: int, part: int) -> list[Seen]:
 def run(options: Any) -> dict[str, dict[str, Any]]:
     """Every load's summary, by its rate, its number of streams or the trace's name."""
     model, n, results = asyncio.run(find_model(options)), options.processes, dict[str, dict[str, Any]]()
+    prepare()
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(n, context, _keep, (context.Barrier(n),)) as pool:
+    with ProcessPoolExecutor(n, context, prepare, (context.Barrier(n),)) as pool:
         for number, name in enumerate(names_of(options)):
             whole_load = Load(None, model, iter(()), window_of(options), options.drain)
             if n == 1:

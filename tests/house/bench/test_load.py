@@ -9,8 +9,9 @@ from itertools import islice, pairwise
 import pytest
 
 from lib.bench import load
-from lib.bench.clients import Clients
+from lib.bench.clients import Clients, certificates
 from lib.bench.load import Ask, Load, Seen, drawn, make_parser, percentiles, read_trace, summarize
+from lib.given.data.corpora import language_reference
 from lib.runs.flags import UsageError
 from lib.runs.serving import models
 from lib.runs.serving.chat import ChatTemplate
@@ -135,6 +136,22 @@ def test_only_the_window_counts_and_good_answers_hold_both_limits():
     assert found["first_token_s"] == pytest.approx({"p50": 0.5, "p90": 1.5, "p99": 1.5})
     assert found["tokens_per_s"] == pytest.approx((21 + 11 + 11 + 11 + 1 + 1) / 10)
     assert found["server_kept_up"]
+
+
+def test_a_late_start_counts_within_the_window_alone():
+    """The first requests of a process may wait for its connections, and no figure is made of them."""
+    cases = [seen(at, at + 0.5, at + 1.0, 3) for at in (1.0, 11.0, 12.0)]
+    for case, late in zip(cases, (0.5, 0.02, 0.03), strict=True):
+        case.left = case.ask.at + late
+    assert summary(*cases)["latest_start_s"] == pytest.approx(0.03)
+
+
+def test_what_the_first_request_needs_is_read_before_the_clock_runs():
+    """In each process of a load: reading the certificates takes longer than the next request can wait."""
+    certificates.cache_clear()
+    language_reference.cache_clear()
+    load.prepare()
+    assert certificates.cache_info().currsize == language_reference.cache_info().currsize == 1
 
 
 def test_a_server_that_falls_behind_is_named():
