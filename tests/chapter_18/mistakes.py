@@ -347,6 +347,13 @@ all keys of an earlier rank's zigzag pair are attended to, although its second h
 - slice(0, half) => everything
 later ranks' zigzag pairs meet the first half of the queries, which comes before all of their keys
 - slice(half, length) => slice(0, half)
+of an earlier rank's zigzag pair the second half is attended to, which is later, instead of the first
+- slice(0, half), False) => slice(half, length), False)
+half a zigzag pair gets a mask, although all its keys are earlier
+- slice(0, half), False) => slice(0, half), True)
+- (slice(half, length), everything, False) => (slice(half, length), everything, True)
+a mask is asked for although the attention is not causal
+- return everything, everything, is_causal => return everything, everything, True
 only the first half of a later rank's zigzag pair is attended to, although all of it is earlier
 - (slice(half, length), everything, False) => (slice(half, length), slice(0, half), False)
 later ranks' zigzag pairs are skipped, as if the layout were contiguous

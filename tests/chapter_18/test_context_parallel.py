@@ -600,32 +600,33 @@ def positions_of(rank: int, length: int, layout: str, n_ranks: int = 4) -> Tenso
     return torch.cat([first, last])
 
 
-def as_table(block) -> list | None:
-    """The bounds of a block, as values that can be shown and compared."""
+def as_words(block) -> str | None:
+    """A block as it is compared and shown."""
     if block is None:
         return None
     expect_true(isinstance(block, tuple) and len(block) == 3, f"{block!r} is no (queries, keys, masked)", read=ZIGZAG)
     rows, cols, masked = block
-    return [rows.start, rows.stop, cols.start, cols.stop, bool(masked)]
+    return f"queries {rows.start}:{rows.stop}, keys {cols.start}:{cols.stop}, {'masked' if masked else 'no mask'}"
 
 
 def test_ring_block_by_hand():
     case("4 positions on a rank, causal, zigzag: rank 1 with the pairs of ranks 0, 1 and 2")
-    found = [as_table(cp.ring_block(1, source, 4, True, "zigzag")) for source in range(3)]
-    expect_equal(found, [[0, 4, 0, 2, False], [0, 4, 0, 4, True], [2, 4, 0, 4, False]], read=ZIGZAG)
+    found = [as_words(cp.ring_block(1, source, 4, True, "zigzag")) for source in range(3)]
+    wanted = ["queries 0:4, keys 0:2, no mask", "queries 0:4, keys 0:4, masked", "queries 2:4, keys 0:4, no mask"]
+    expect_equal(found, wanted, read=ZIGZAG)
     case("4 positions on a rank, causal, contiguous: rank 1 with the pairs of ranks 0, 1 and 2")
-    found = [as_table(cp.ring_block(1, source, 4, True, "contiguous")) for source in range(3)]
-    expect_equal(found, [[0, 4, 0, 4, False], [0, 4, 0, 4, True], None], read=RING)
+    found = [as_words(cp.ring_block(1, source, 4, True, "contiguous")) for source in range(3)]
+    expect_equal(found, ["queries 0:4, keys 0:4, no mask", "queries 0:4, keys 0:4, masked", None], read=RING)
     case("5 positions on a rank, causal, contiguous: rank 1 with the pair of rank 0")
     try:
-        odd = as_table(cp.ring_block(1, 0, 5, True))
+        odd = as_words(cp.ring_block(1, 0, 5, True))
     except ValueError:
         expect_true(False, "an odd length is refused, though contiguous shares are not halved", answer=5, read=RING)
-    expect_equal(odd, [0, 5, 0, 5, False], read=RING)
+    expect_equal(odd, "queries 0:5, keys 0:5, no mask", read=RING)
     case("4 positions on a rank, without a mask: rank 1 with the pairs of ranks 0, 1 and 2")
     for layout in ("contiguous", "zigzag"):
-        found = [as_table(cp.ring_block(1, source, 4, layout=layout)) for source in range(3)]
-        expect_equal(found, [[0, 4, 0, 4, False]] * 3, name=layout, read=RING)
+        found = [as_words(cp.ring_block(1, source, 4, layout=layout)) for source in range(3)]
+        expect_equal(found, ["queries 0:4, keys 0:4, no mask"] * 3, name=layout, read=RING)
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
@@ -644,7 +645,7 @@ def test_ring_block_covers_every_score_once(layout, is_causal):
                 seen[rows, cols] = whole.tril(whole.shape[1] - whole.shape[0]) if masked else whole
             queries, keys = (positions_of(r, 6, layout) for r in (rank, source))
             may = keys <= queries[:, None] if is_causal else torch.ones_like(seen)
-            expect_close(seen, may, name="scores that are computed", answer=as_table(block), read=ZIGZAG)
+            expect_close(seen, may, name="scores that are computed", answer=as_words(block), read=ZIGZAG)
 
 
 def test_ring_block_refuses():
