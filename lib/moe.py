@@ -258,8 +258,8 @@ def convert_hf_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]
             ``[F, C]``.
 
     Returns:
-        ``router.weight``, ``w1``, ``w2``, ``w3``, contiguous and in their dtype, and a ``router_bias`` of zeros, for
-        ``MoE(...).load_state_dict``.
+        ``router.weight``, ``w1``, ``w2``, ``w3`` and a ``router_bias`` ``[E]`` of zeros, contiguous and in the weights'
+        dtype, for ``MoE(...).load_state_dict``.
 
     Raises:
         ValueError: a name is missing or unknown; one message lists all of them.
