@@ -369,6 +369,10 @@ this is the layout with the least memory; asked for is the fastest that fits
 - costs, best = fitting[0] => costs, best = min(fitting, key=lambda it: it[0]["memory"])
 no layout with a pipeline was tried
 - itertools.product(divisors, repeat=3) => itertools.product([1], divisors, divisors)
+a tensor axis that spans hosts was not tried: it is slow, and may still be the best
+- config.hidden_dim % t == 0: => config.hidden_dim % t == 0 and t <= 2:
+steps were rounded before they were compared
+- (it[0]["step"], it[0]["memory"] => (round(it[0]["step"], 6), it[0]["memory"]
 only powers of two were tried as degrees
 - if n_devices % n == 0] => if n_devices % n == 0 and n & (n - 1) == 0]
 the batch has the tokens of one device: multiply by the number of devices

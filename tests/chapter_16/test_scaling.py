@@ -510,6 +510,14 @@ def test_plan_of_xxl(n):
     expect_equal(again, found, name="the same again, bandwidths as a mapping")
 
 
+def test_plan_of_a_tensor_axis_across_hosts():
+    """The steps differ by nanoseconds, so times that are rounded are equal."""
+    case("C=6, F=24, L=12 on 12 devices of 6,000 bytes, 2 a host, 1 token a device; a step takes some 0.1 microseconds")
+    links = Bandwidths(1e12, 2.5e11, 2)
+    found = scaling.plan(MODEL, 12, 6_000, links, tokens_per_device=1, peak_flops=2e11)
+    expect_best(found, MODEL, 12, 6_000, links, 1, 2e11)
+
+
 def test_plan_on_one_kind_of_link():
     case("XXL on 64 devices, 1.8e11 bytes a second between any two")
     expect_best(scaling.plan(GIVEN_XXL, 64, 95e9, 1.8e11), GIVEN_XXL, 64, 95e9, 1.8e11, 1024, 989e12)
