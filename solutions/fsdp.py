@@ -370,7 +370,8 @@ class FullySharded(HookedUnits):
         """Make unit i whole, and start gathering unit ``following``.
 
         - First free the unit that is ahead, unless it is i or ``following``.
-        - Afterwards ``following`` is ahead if it is a unit other than the root, and else none is.
+        - Afterwards ``following`` is ahead if it is a unit other than the root, and else none is: behind the last unit
+          comes none.
         """
         ### BEGIN SOLUTION
         if self.ahead not in (None, i, following):
@@ -455,7 +456,8 @@ def clip_sharded_gradient_norm_(parameters: Iterable[Tensor], max_norm: float, g
 
     Returns:
         The norm of the whole gradient before clipping, float32, the same on all ranks.
-        It takes one all-reduce of one number, on the parameters' device, also where no gradient is.
+        It takes one all-reduce of one number, on the parameters' device (the CPU where there are none), also where no
+        gradient is.
     """
     ### BEGIN SOLUTION
     parameters = list(parameters)

@@ -10,7 +10,7 @@ from typing import Any
 from lib.ranks.deadlock import RankView, blockers, grouped, message_mismatch, mismatch, ranks_text
 from lib.ranks.ledger import Ledger
 from lib.ranks.noise import cause
-from lib.ranks.places import code_at, is_user_file, shown
+from lib.ranks.places import code_at, innermost, is_user_file, shown
 
 KINDS = ("raised", "died", "deadlock", "time", "missing")
 ECHO = re.compile(
@@ -129,11 +129,19 @@ def explain(
 def _state(view: RankView, outcome: Outcome | None, stack: Path) -> RankState:
     record = view.waits_in
     frames = _frames(stack)
-    where = frames[0] if frames else ""
+    where = innermost(frames)
     if outcome is not None and outcome.status == "raised":
-        where, code = (outcome.frames[-1][0], outcome.frames[-1][2]) if outcome.frames else ("", "")
+        codes = {at: code for at, _, code in outcome.frames[::-1]}
+        where = innermost([*codes])
         trace = tuple(f"{at} in {name}  {code}" if name else f"{at}  {code}" for at, name, code in outcome.frames)
-        return RankState(rank=view.rank, status="raised", detail=outcome.text, where=where, code=code, traceback=trace)
+        return RankState(
+            rank=view.rank,
+            status="raised",
+            detail=outcome.text,
+            where=where,
+            code=codes.get(where, ""),
+            traceback=trace,
+        )
     if view.phase == "raised":  # the exception itself did not arrive
         return RankState(
             rank=view.rank,

@@ -76,6 +76,10 @@ the state is linked only once, at the start: `load_state_dict` replaces it, and 
 + works = []
 + if not hasattr(self, "linked"):
 +     self._local.state = self.linked = self.state
+the inner optimizer keeps a state of its own, and `state` stays empty: both share one
+- self._local.state, works = self.state, [] => works = []
+options that nobody gave are missing from `param_groups`: take them from the inner optimizer's group
+- group.setdefault(key, value) => pass
 step does not return what the closure returned
 - return loss =>
 the closure is called outside of the inner step, which may need to call it itself, even several times
@@ -127,6 +131,8 @@ the mean is taken after the sum, which overflows in float16 where the mean does 
 the gradient is reduced in the shard's dtype, which sends twice the bytes of a bfloat16 gradient
 - grad.div_(dist.get_world_size(self.group))
 + grad = grad.to(torch.promote_types(grad.dtype, self.shard.dtype)) / dist.get_world_size(self.group)
+the mean is not cast to the shard's dtype before it becomes its gradient
+- mine.to(self.shard.dtype), None => mine, None
 a second backward replaces shard.grad instead of adding to it
 - mean if self.shard.grad is None else self.shard.grad.add_(mean) => mean
 the addition to shard.grad is not in place: the old sum and the new one are both held for a moment
@@ -274,6 +280,11 @@ only the gradient of the last backward is kept: gradient accumulation is lost
 + for flat in self.flats[i]:
 +     flat.shard.grad = None
 + reference.FullySharded.before_backward(self, i)
+a unit has as many flat shards as its list: none in a root without parameters, two where a part is frozen
+@@ gather
+- for flat in self.flats[i]: => for flat in [self.flats[i][0]]:
+every unit is freed after unit 1, but the root's forward ends last
+- if i == 0 else (i,) => if i == 1 else (i,)
 `free` frees only the first of a unit's flat shards: where a part is frozen there are two
 @@ free
 - [i]: => [i][:1]:

@@ -414,7 +414,7 @@ def test_ShardedOptimizer_groups_closure_and_state(ranks):
         "three groups on 4 ranks: of 3, 2 and 4 elements, so that one rank owns nothing; how many states each rank has"
     )
     result = ranks(sharded_groups, n_ranks=4)
-    expect_equal(sorted(result.values), [0, 1, 1, 1], name="parameters with state, over the ranks", read=ZERO1)
+    expect_equal(sorted(result.values), [0, 1, 1, 1], name="how many parameters have state on a rank, sorted", read=ZERO1)
     case("what a rank sends: all new values, once a step, by broadcasts")
     sent = sum(ledger.bytes_sent for ledger in result.ledgers)
     expect_equal(sent, 4 * (5 * 9 + 4 * 3), name="bytes of all ranks: five steps of 9 values, four of 3", read=ZERO1)
@@ -1403,7 +1403,7 @@ def write(rank, world_size, path, kind, by_them):
     one_step(model, optimizer)
     before = everything(model, optimizer)
     (saved_by_them if by_them else fsdp.save_sharded)(path, model, optimizer)
-    expect_close(everything(model, optimizer), before, name="what was saved, in memory", read="chapter 12, checkpoints")
+    expect_close(everything(model, optimizer), before, name="what was saved, in memory", read="A checkpoint in pieces")
     return before
 
 
@@ -1412,7 +1412,7 @@ def read_back(rank, world_size, path, kinds, by_them, expected):
         model, optimizer = build(kind, 1)
         case(f"a checkpoint read on {world_size} ranks, {kind}, into a model that has other values and no step")
         (loaded_by_them if by_them else fsdp.load_sharded)(path, model, optimizer)
-        expect_close(everything(model, optimizer), expected, name="loaded", read="chapter 12, checkpoints")
+        expect_close(everything(model, optimizer), expected, name="loaded", read="A checkpoint in pieces")
     one_step(model, optimizer)
     return everything(model, optimizer)
 
@@ -1491,4 +1491,4 @@ def test_load_sharded_on_another_number_of_ranks(ranks):
         before = ranks(write, folder, "sharded", True, n_ranks=2).values[0]
         after = ranks(read_back, folder, ("plain", "sharded"), False, before, n_ranks=3).values[0]
         case("another step after loading, as if nothing had been")
-        expect_close(after, stepped("plain"), atol=1e-5, name="after a step", read="chapter 12, checkpoints")
+        expect_close(after, stepped("plain"), atol=1e-5, name="after a step", read="A checkpoint in pieces")

@@ -15,7 +15,7 @@ import torch
 from lib.ranks import MAX_RANKS, RankFailure, milestone, mpi_launch, noise, pool
 from lib.ranks.deadlock import RankView
 from lib.ranks.failure import _state
-from lib.ranks.places import is_user_file
+from lib.ranks.places import innermost, is_user_file
 from tests.house.ranks import ranks_mpi_programs as mpi_programs
 from tests.house.ranks import ranks_programs as programs
 
@@ -625,6 +625,18 @@ def test_mpi_ranks_that_do_not_start_get_a_second_start(tmp_path, monkeypatch, n
 )  # fmt: skip
 def test_the_lines_that_a_report_shows_are_the_user_s(file, is_users):
     assert is_user_file(str(ROOT / file)) == is_users
+
+
+@pytest.mark.parametrize(
+    ("lines", "chosen"),
+    [
+        (["tests/chapter_12/test_fsdp.py:546", "lib/fsdp.py:90", "lib/demos/fsdp.py:7"], "lib/fsdp.py:90"),
+        (["tests/chapter_12/test_fsdp.py:546", "tests/chapter_12/test_fsdp.py:9"], "tests/chapter_12/test_fsdp.py:546"),
+        ([], ""),
+    ],
+)
+def test_where_a_rank_is_shown_is_the_learner_s_line_where_a_check_stands_between(lines, chosen):
+    assert innermost(lines) == chosen
 
 
 def test_default_thread_count_of_a_rank_is_one():
