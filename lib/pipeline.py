@@ -29,7 +29,7 @@ def partition_layers(costs: Sequence[float], n_stages: int) -> list[range]:
 
     Returns:
         A range of layers for each stage: consecutive, none empty, together all layers.
-        The cost of the most expensive stage is as small as possible.
+        The cost of the most expensive stage, an exact sum (``Fraction``), is as small as possible.
         If several cuts achieve that, the one whose list of first layers is lexicographically smallest:
         the second stage begins as early as possible, then the third, and so on.
 

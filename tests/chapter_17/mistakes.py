@@ -26,6 +26,9 @@ the smallest sum of squares is another aim: here only the most expensive stage c
 + else:
 +     starts = [n * s // n_stages for s in range(n_stages + 1)]
   return
+sums are rounded, so equal costs seem to differ: add fractions
+- (Fraction(c if isinstance(c, int) else float(c)) for c in costs), initial=Fraction(0)
++ (float(c) for c in costs), initial=0.0
 too few layers for the stages are no error here: a stage stays empty
 + if n_stages > n:
 +     return [range(min(s, n), min(s + 1, n)) for s in range(n_stages)]
@@ -322,7 +325,7 @@ the error does not name both numbers of saved tensors, those of the first run an
 - the first run saved {len(saved)} tensors, the second only {len(again)} => the second run saves fewer tensors
 the second run takes `args` itself and not what `keep_in_graph` gives back, so that they are held anyway
 - inputs() => args
-what the second run saves is kept with its history, which holds it even after backward: detach it
+what the second run's hook keeps or returns has its history, which holds it even after backward: detach it
 - again[len(again)] = tensor.detach() => again[len(again)] = tensor
 - return tensor.detach() => return tensor
 the second run gets detached inputs, which require no gradient: it does not save what the first one saved
@@ -440,6 +443,8 @@ what a micro-batch kept is held after its backward
   x, edge = self._kept.pop(i)
 + self.held = [*getattr(self, "held", []), (x, edge)]
 - backward(edge, grad) => backward(edge, grad, retain_graph=True)
+x itself is made to require gradients, but it is the caller's: detach it first
+- x = x.detach().requires_grad_ => x = x.requires_grad_
 x is not cut off from its history: backward goes on beyond the stage
 - x = x.detach().requires_grad_(x.is_floating_point())
 + history, x = x, x.detach().requires_grad_(x.is_floating_point())
@@ -635,6 +640,8 @@ an empty list raises an error; its timetable is empty
 - , default=0 =>
 
 # run_schedule
+the weights' gradients are computed with every B, and again in the W that follows: a B with a W leaves them to it
+- and (i, work.chunk) not in self.weights_later => and True
 all micro-batches count equally, whatever their sizes; each counts by its targets
 + run.loss.shares = torch.full((len(micro_targets),), 1 / len(micro_targets), dtype=torch.float64)
   with mail.delivering(

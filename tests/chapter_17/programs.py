@@ -55,6 +55,8 @@ class Stage(nn.Module):
 
     def backward_weights(self, i: int) -> None:
         self.calls.append(("W", i))
+        if i not in self.grads:
+            raise ValueError(f"micro-batch {i} has had no backward, or its weights already")
         for parameter, grad in zip(self.trained, self.grads.pop(i), strict=True):
             parameter.grad = grad if parameter.grad is None else parameter.grad + grad
 

@@ -109,6 +109,7 @@ def test_partition_layers_by_hand():
         ([2, 3, 4], 3, [0, 1, 2]),
         ([2, 3, 4], 1, [0]),
         ([0.5, 0.25, 0.125, 0.125], 2, [0, 1]),
+        ([0.1] * 10, 3, [0, 2, 6]),  # rounded sums of equally many layers differ
         ([0.4, 1.0, 0.0], 3, [0, 1, 2]),  # sums that are rounded differently on two ways must not lose a stage
     ],
 )
