@@ -131,7 +131,7 @@ class WeightedSum(torch.autograd.Function):
 def weighted_sum(x: Float[Tensor, "... d"], weight: Float[Tensor, " d"]) -> Float[Tensor, "..."]:
     """Sum over the last dimension, each feature times its weight, with a backward pass. (Exercise)
 
-    Size: 20 minutes, difficulty 2, core.
+    Size: 30 minutes, difficulty 3, core.
 
     Args:
         x: [..., D], any strides, also empty; float32, float16 or, on a GPU, bfloat16.

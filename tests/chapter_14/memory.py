@@ -106,6 +106,9 @@ def watch(call: Any) -> tuple[Any, Trace | None]:
         seen = stack.enter_context(watched())
         guard = stack.enter_context(Guarded())
         out = call()
+    results = [x for x in (out if isinstance(out, tuple) else (out,)) if isinstance(x, Tensor) and x.numel()]
+    is_empty = seen is not None and bool(results) and seen.n_programs > 0 and seen.bytes_stored == 0
+    expect_true(not is_empty, "a kernel was launched and stored nothing: is its body written?", answer=out)
     n = max(guard.touched(), seen.outside(True) if seen else 0)
     expect_true(n == 0, f"{n} stores went outside the tensor: a mask or a stride is wrong", answer=out, read=BOUNDS)
     n = seen.outside(False) if seen else 0

@@ -32,6 +32,12 @@ the result is made on PyTorch's default device: it needs device=x.device
 only the first block of columns is summed: the loop over the width is missing
 @@ weighted_sum_kernel
 - range(0, width, BLOCK) => range(0, tl.minimum(width, BLOCK), BLOCK)
+each block of columns replaces the sum of those before it instead of adding to it
+@@ weighted_sum_kernel
+- total += tl.sum => total = tl.sum
+only the first block of columns gets a gradient: the loop over the width is missing
+@@ weighted_sum_backward_kernel
+- range(0, width, BLOCK) => range(0, tl.minimum(width, BLOCK), BLOCK)
 the sum is kept in the dtype of x, where float16 cannot count beyond 2048
 @@ weighted_sum_kernel
 - tl.zeros([ROWS], tl.float32) => tl.zeros([ROWS], tl.float32).to(out.dtype.element_ty)
@@ -151,6 +157,12 @@ the rows of a are loaded without a mask: the last tile reads beyond its end
 the columns of b are loaded without a mask: the last tile reads into the next row, or beyond the end
 @@ matmul_kernel
 - (k < K)[:, None] & (columns < N)[None, :] => (k < K)[:, None]
+a is loaded without a mask along K: the last step reads into the next row, or beyond the end
+@@ matmul_kernel
+- (rows < M)[:, None] & (k < K)[None, :] => (rows < M)[:, None] & (k >= 0)[None, :]
+b is loaded without a mask along K: the last step reads beyond the last row
+@@ matmul_kernel
+- (k < K)[:, None] & (columns < N)[None, :] => (k >= 0)[:, None] & (columns < N)[None, :]
 the running sum is rounded to the dtype of the result after each step
 @@ matmul_kernel
   total, input_precision="ieee")

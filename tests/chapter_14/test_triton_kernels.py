@@ -141,7 +141,7 @@ def test_weighted_sum_by_hand():
 
 
 @by_dtype
-@pytest.mark.parametrize("shape", [(1, 1), (21, 50), (2, 3, 17), (5,)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (21, 50), (2, 3, 17), (5,), (3, 600)], ids=str)
 def test_weighted_sum_of_ragged_sizes(shape, dtype):
     case(f"x {shape}, {dtype}")
     x, w = randn(*shape, dtype=dtype), randn(shape[-1], seed=1, dtype=dtype)
@@ -167,7 +167,7 @@ def test_weighted_sum_gradients_by_hand():
 
 
 @by_dtype
-@pytest.mark.parametrize("shape", [(21, 50), (2, 3, 17), (0, 5), (5, 0), (3, 0, 4)], ids=str)
+@pytest.mark.parametrize("shape", [(21, 50), (2, 3, 17), (3, 600), (0, 5), (5, 0), (3, 0, 4)], ids=str)
 def test_weighted_sum_gradients_of_ragged_sizes(shape, dtype):
     case(f"x {shape}, {dtype}")
     x, w = randn(*shape, dtype=dtype).requires_grad_(), randn(shape[-1], seed=1, dtype=dtype).requires_grad_()
