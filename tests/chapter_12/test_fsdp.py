@@ -414,7 +414,9 @@ def test_ShardedOptimizer_groups_closure_and_state(ranks):
         "three groups on 4 ranks: of 3, 2 and 4 elements, so that one rank owns nothing; how many states each rank has"
     )
     result = ranks(sharded_groups, n_ranks=4)
-    expect_equal(sorted(result.values), [0, 1, 1, 1], name="how many parameters have state on a rank, sorted", read=ZERO1)
+    expect_equal(
+        sorted(result.values), [0, 1, 1, 1], name="how many parameters have state on a rank, sorted", read=ZERO1
+    )
     case("what a rank sends: all new values, once a step, by broadcasts")
     sent = sum(ledger.bytes_sent for ledger in result.ledgers)
     expect_equal(sent, 4 * (5 * 9 + 4 * 3), name="bytes of all ranks: five steps of 9 values, four of 3", read=ZERO1)

@@ -151,15 +151,12 @@ the last step along K has no mask: it reads into the next row, or beyond the end
 @@ matmul_kernel
 - (k < K)[None, :] => (k >= 0)[None, :]
 - (k < K)[:, None] => (k >= 0)[:, None]
-the rows of a are loaded without a mask: the last tile reads beyond its end
+a is loaded without a mask along its rows, or along K: the last tile or step reads beyond its end
 @@ matmul_kernel
 - (rows < M)[:, None] & (k < K)[None, :] => (k < K)[None, :]
 the columns of b are loaded without a mask: the last tile reads into the next row, or beyond the end
 @@ matmul_kernel
 - (k < K)[:, None] & (columns < N)[None, :] => (k < K)[:, None]
-a is loaded without a mask along K: the last step reads into the next row, or beyond the end
-@@ matmul_kernel
-- (rows < M)[:, None] & (k < K)[None, :] => (rows < M)[:, None] & (k >= 0)[None, :]
 b is loaded without a mask along K: the last step reads beyond the last row
 @@ matmul_kernel
 - (k < K)[:, None] & (columns < N)[None, :] => (k >= 0)[:, None] & (columns < N)[None, :]
