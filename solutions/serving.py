@@ -148,7 +148,12 @@ class PagedCache(BlockStore):
             Position p is in block ``table[p // block_size]``, at place ``p % block_size``.
         lengths: By a sequence's id, the list of its lengths, one for each layer.
 
-    An id that is unknown or was freed is a ``ValueError`` that names it (the given ``length_of`` raises it).
+    The base class ``BlockStore`` is given, in ``lib/given/models/serving.py``:
+
+    - ``write(layer, slots, k, v)`` stores keys and values ``[N, G, D]``, positions first, in N slots of a layer.
+    - ``copy_block(block, into)`` copies all layers of the first block into the second.
+    - ``length_of(sequence, layer=0)`` returns a length.
+      An id that is unknown or was freed is a ``ValueError`` that names it.
 
     Source: PagedAttention (arXiv:2309.06180), sections 4.3 and 4.4.
     """
@@ -173,7 +178,7 @@ class PagedCache(BlockStore):
         ### END SOLUTION
 
     def find_slots(self, sequence: int, start: int, end: int) -> list[int]:
-        """Prepare positions ``start`` to ``end`` - 1 for writing, and return their slots.
+        """Prepare positions ``start`` to ``end`` - 1 for writing, and return their slots: none if both are equal.
 
         - A slot is ``block * block_size`` plus the place in the block.
         - Missing blocks are allocated.
@@ -278,7 +283,9 @@ class PrefixTree:
         block_size: Tokens of a block.
             Only whole blocks count: the given ``whole_blocks(tokens, block_size)`` cuts them.
 
-    Each ``Node`` (given) is a block, and the path to it from ``root`` spells the tokens up to the block's end.
+    A ``Node(block, parent, piece)``, given in ``lib/given/models/serving.py``, is a block, and ``piece`` the tuple of
+    its tokens. Its ``children`` are nodes by their pieces; its ``n_users`` and ``last_used`` are 0 at first.
+    The path to it from ``root``, a ``Node()``, spells the tokens up to the block's end.
     ``match``, ``insert`` and ``acquire`` count as use of the nodes on their path.
 
     Source: SGLang (arXiv:2312.07104), section 3.
@@ -374,12 +381,14 @@ class Scheduler(Queue):
         n_blocks: Blocks in the cache's pool.
         block_size: Positions in a block.
 
-    The base class ``Queue`` is given:
+    The base class ``Queue`` is given, in ``lib/given/models/serving.py``:
 
+    - A ``Progress(request)`` has the ``request`` and its ``tokens`` so far.
+      ``n_cached`` of these are in the cache, and ``n_pending`` are not.
     - ``waiting`` is a deque of ``Progress`` without blocks, the oldest first.
     - ``running`` maps each admitted ``Progress`` to its number of blocks, the oldest first.
     - ``n_free`` and ``blocks_for(n_positions)`` count blocks.
-    - ``advance`` notes after each step what was computed.
+    - ``advance(chunk, token)`` notes after a step that a chunk was computed, and the new token or None.
 
     Source: continuous batching, Orca (OSDI 2022), section 3;
         chunks of prompts, Sarathi-Serve (arXiv:2403.02310), section 4.
@@ -407,9 +416,11 @@ class Scheduler(Queue):
         2. Running requests, in order of age, get as many of their pending tokens as the step has room for.
         3. If one lacks blocks, ``preempt`` takes those of the youngest running request until there are enough.
            The youngest may be the request itself.
-        4. A preempted request has no chunk yet, so preemption frees blocks but no room in the step.
-        5. Then, if none was preempted, waiting requests are admitted in order, as long as the step has room and the
-           blocks of the next one's first chunk are free.
+        4. Preemption frees blocks, and leaves the step's room as it is: the youngest's turn comes last, so a request
+           that is preempted has no chunk yet.
+        5. If none was preempted, waiting requests are then admitted in order, as long as the step has room and the
+           blocks of the next one's first chunk are free. After a preemption none is: the request just preempted is
+           first in the queue, and would take its blocks back.
         """
         ### BEGIN SOLUTION
         chunks, room, n_running = list[Chunk](), self.max_tokens, len(self.running)
@@ -473,7 +484,9 @@ class Engine(Runner):
         - ``run`` returns logits ``[V]`` for each chunk.
         - Only for a chunk that ``completes`` is a token drawn from them, by chapter 4's ``sample_next`` with the
           arguments ``progress.sampling(device)`` (given).
-        - Caches are released before the chunks run, which need the blocks, and again after requests have ended.
+        - After each chunk ``self.scheduler.advance(chunk, token)`` is called, with None if no token was drawn.
+        - Caches are released before the chunks run, because the chunks need their blocks, and again at the end of the
+          step, for requests that have ended.
         """
         ### BEGIN SOLUTION
         chunks, new = self.scheduler.schedule(), []

@@ -66,7 +66,7 @@ class Served:
     Attributes:
         tokens: The new tokens of each request.
         passes: For each pass through the model its rows of tokens.
-        useful: For each pass those rows that some request needed.
+        useful: For each pass those rows that some request needed, and that no earlier pass had computed.
         finished: For each request the number of rows passed when its last token was known.
     """
 
@@ -102,16 +102,18 @@ def serve(model: Llama, requests: Sequence[Request], scheduler: Scheduler) -> Se
     hook = embeddings.register_forward_pre_hook(lambda _, inputs: passed.append(len(inputs[0])))
     for request in requests:
         engine.submit(request)
+    furthest = dict.fromkeys(scheduler.waiting, 0)  # most positions computed so far: after a preemption some come again
     while engine.is_busy:
         before = sum(passed)
         new = engine.step()
         served.passes.append(sum(passed) - before)
+        served.useful.append(sum(max(0, progress.n_cached - n) for progress, n in furthest.items()))
+        furthest = {progress: max(progress.n_cached, n) for progress, n in furthest.items()}
         for request, token in new:
             i = place[request]
             served.tokens[i].append(token)
             served.finished[i] = sum(passed)
     hook.remove()
-    served.useful = list(served.passes)
     return served
 
 
