@@ -1,5 +1,7 @@
 """What goes wrong when people serve a model."""
 
+import torch
+
 from lib.workbook.grading import edits
 from solutions import serving as reference
 
@@ -19,6 +21,23 @@ def unused(tree, method, *args):
     for node, before in used:
         node.last_used = before
     return found
+
+
+def one_by_one(target, draft, drafted, generator, **wrong):
+    """A speculative step as a loop, which draws each uniform number when it is needed; ``wrong`` replaces its parts."""
+    uniform = wrong.get("uniform", lambda: torch.rand((), generator=generator))
+    is_kept = wrong.get("is_kept", lambda u, p, q: u * q < p)
+    rest = wrong.get("rest", lambda p, q: (p - q).clamp(min=0))
+    tokens = []
+    for p, q, token in zip(target, draft, drafted.tolist(), strict=False):
+        if is_kept(uniform(), p[token], q[token]):
+            tokens.append(token)
+            continue
+        weights = rest(p, q)
+        tokens.append(int(torch.multinomial(weights if weights.any() else p, 1, generator=generator)))
+        if not wrong.get("goes_on"):
+            return torch.tensor(tokens)
+    return torch.tensor([*tokens, int(torch.multinomial(wrong.get("last", target[-1]), 1, generator=generator))])
 
 
 edits("""
@@ -66,6 +85,10 @@ the last norm, behind all layers, is counted as a product
 - (2 * config.n_layers + 1) => 2 * config.n_layers
 the new position is left out of the cache, but `length` counts it
 - kv_cache_bytes(config, 1, length) => kv_cache_bytes(config, 1, length - 1)
+the output matrix is left out of the products, but every token of the vocabulary gets a score
+- products = weights - => products = weights - config.vocab_size * config.dim -
+the output matrix is not read, but every token of the vocabulary gets a score
+- 2 * weights, => 2 * (weights - config.vocab_size * config.dim),
 
 # compute_bound_decode_batch
 the cache is ignored: each sequence brings bytes of its own
@@ -286,12 +309,26 @@ a sequence that begins with blocks of others counts blocks as its length, not po
 - [len(blocks) * self.block_size] => [len(blocks)]
 free returns the blocks, and the lengths stay: the id is still known
 - del self.lengths[sequence] =>
+fork hands out the table itself: the fork's list of blocks is the first's, and no block has a user more
+- copy = self.new(self.tables[sequence])
++ copy = self.new()
++ self.tables[copy] = self.tables[sequence]
+fork shares the blocks, but both sequences have one list of them, so that a copy on write changes both
+- copy = self.new(self.tables[sequence])
++ copy = self.new(self.tables[sequence])
++ self.tables[copy] = self.tables[sequence]
+an id is the number of sequences there are, so that after a `free` one that was used before comes again
+@@ new
++ self.n_made = len(self.tables) - 1
++ return reference.PagedCache.new(self, blocks)
 
 # paged_attention
 positions behind the end of a sequence are not masked
 - v, mask[:, None, None] => v
 a weight of 0 times an old block's infinity or NaN is NaN: the values are not masked, too
 - x.masked_fill(~mask[:, None, :, None], 0), q => x, q
+one position too many is attended to: positions count from 0, so the last is `lengths` - 1
+- < lengths[:, None] => <= lengths[:, None]
 layer 0 is read, whatever the layer
 + return reference.paged_attention(q, cache, sequences, 0, n_parts)
 a sequence has as many positions in every layer as in layer 0: in the middle of a step it has not
@@ -432,6 +469,10 @@ what was acquired is kept in the class, so that all trees share it
 + type(self).acquired = getattr(type(self), "acquired", {})
 evict counts n down to exactly 0: a negative n forgets everything
 - len(evicted) < n => len(evicted) != n
+evict lists the leaves once, before its loop, and chooses one that it has evicted already
+- while len(evicted) < n and (leaves := [leaf for leaf in self.root.leaves() if leaf.n_users == 0]):
++ leaves = [leaf for leaf in self.root.leaves() if leaf.n_users == 0]
++ while len(evicted) < n and leaves:
 
 # Scheduler
 a prompt passes at once, however long it is: nothing is cut into chunks
@@ -470,6 +511,16 @@ the oldest running request is preempted instead of the youngest
 - youngest, _ = self.running.popitem()
 + youngest = next(iter(self.running))
 + del self.running[youngest]
+preempt takes the oldest request, the first of `running`, and a request that gave up its blocks ends the loop
+- youngest, _ = self.running.popitem()
++ youngest = next(iter(self.running))
++ del self.running[youngest]
+- if progress in self.running and n:
+-     chunks.append(Chunk(progress, n))
++ if progress not in self.running:
++     break
++ if n:
++     chunks.append(Chunk(progress, n))
 a request that lacks blocks always gives up its own
 - self.preempt()
 + self.running.pop(progress)
@@ -493,6 +544,11 @@ a request that was just preempted is admitted again in the same step
 a running request gets one token of its prompt a step
 - min(progress.n_pending, room) => min(progress.n_pending, room, 1)
 blocks are counted for the whole prompt when it is admitted, not for its first chunk
+- self.running[progress] = self.blocks_for(n) => self.running[progress] = self.blocks_for(progress.n_pending)
+a request is admitted only when blocks for its whole prompt are free, not for its first chunk
+- if self.blocks_for(n) > self.n_free: => if self.blocks_for(self.waiting[0].n_pending) > self.n_free:
+a request asks for its whole prompt's blocks when it is admitted, and takes them: its first chunk needs fewer
+- if self.blocks_for(n) > self.n_free: => if self.blocks_for(self.waiting[0].n_pending) > self.n_free:
 - self.running[progress] = self.blocks_for(n) => self.running[progress] = self.blocks_for(progress.n_pending)
 the last token is counted as cached: a request that would just fit is refused
 - max_new_tokens - 1 => max_new_tokens
@@ -568,6 +624,8 @@ tokens are chosen for the chunks that do not complete, and none for those that d
 - if chunk.completes: => if not chunk.completes:
 a token is the tensor that `sample_next` returns; it should be an int
 - new.append((request, token)) => new.append((request, torch.tensor([token])))
+a token comes with the `Progress`, not with the `Request` that the caller knows
+- new.append((request, token)) => new.append((chunk.progress, token))
 a chunk in the middle of a prompt draws a token that is thrown away, and uses up random numbers
   request, token = chunk.progress.request, None
 + if not chunk.completes:
@@ -581,6 +639,8 @@ chunks that choose no token do not advance: the scheduler plans them again
 one request after the other, as if there were no scheduler
 + for request in requests:
 +     yield from reference.generate_many(model, [request], scheduler)
+the tokens of a step are yielded in the reverse order
+- yield from engine.step() => yield from engine.step()[::-1]
 all tokens are collected first, and yielded at the end
 + yield from list(reference.generate_many(model, requests, scheduler))
 requests are not cancelled when the caller stops earlier
@@ -681,6 +741,27 @@ only the uniform numbers come from the generator, not the target's own token
 - torch.multinomial(rest, 1, generator=generator) => torch.multinomial(rest, 1)
 the target's own token is the likeliest one instead of a draw
 - torch.multinomial(rest, 1, generator=generator) => rest.argmax()[None]
+the token in place of a rejected one is drawn from p; it should be drawn from max(0, p - q)
++ return one_by_one(target, draft, drafted, generator, rest=lambda p, q: p)
+the token in place of a rejected one is drawn from |p - q|; where p is below q, its weight should be 0
++ return one_by_one(target, draft, drafted, generator, rest=lambda p, q: (p - q).abs())
+p and q are exchanged: a draft is kept with probability min(1, q/p); it should be min(1, p/q)
++ return one_by_one(target, draft, drafted, generator, is_kept=lambda u, p, q: u * p < q)
+a draft is kept with probability p; it should be kept with min(1, p/q)
++ return one_by_one(target, draft, drafted, generator, is_kept=lambda u, p, q: u < p)
+one uniform number decides about all drafts; each needs its own
++ u = torch.rand((), generator=generator)
++ return one_by_one(target, draft, drafted, generator, uniform=lambda: u)
+the loop goes on after a rejected draft; the token in its place should end the step
++ return one_by_one(target, draft, drafted, generator, goes_on=True)
+the uniform numbers come from PyTorch's global generator, and only the target's own token from `generator`
+- torch.rand(len(drafted), generator=generator, device=target.device) => torch.rand(len(drafted))
+the uniform numbers are drawn without `generator`
++ return one_by_one(target, draft, drafted, generator, uniform=lambda: torch.rand(()))
+the token after the drafts is drawn from the last draft's row, not from the row behind it
+- rest if rest.any() else target[n_kept] => target[n_kept - 1] if n_kept == len(drafted) > 0 else rest
+the last token is drawn from `target[-2]`, the last draft's row; it should be drawn from `target[-1]`
++ return one_by_one(target, draft, drafted, generator, last=target[max(-2, -len(target))])
 
 # expected_tokens
 the target's own token is not counted

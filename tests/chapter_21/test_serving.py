@@ -35,7 +35,7 @@ serving = graded("serving")
 STEP, BOUND, PAGE, COPY, ATTEND, PARTS, PREFIX, BUDGET, KEEP, REST, MEAN, STATIC = (
     f"eq-serving-{n}" for n in (1, 2, 3, 4, 5, 6, 7, 8, 9, 9, 10, 11)
 )
-EVICT = "the contract, under evict"
+EVICT, SCHEDULE, STEPS = (f"the contract, under {method}" for method in ("evict", "schedule", "step"))
 DEVICE = "cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda"
 RAISES = "the contract: what is a ValueError"
 SMALL = LlamaConfig(vocab_size=64, dim=32, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=48, context_len=64)
@@ -445,12 +445,13 @@ def test_PagedCache_a_refused_append_without_copies_changes_nothing():
 
 
 def test_PagedCache_refuses():
-    case("wrong shapes, an id that was freed, an id that never was")
     cache = make_cache()
     a, freed = cache.new(), cache.new()
     cache.free(freed)
     k, v = new_kv(3)
     for wrong in ((k[:, :, :2], v), (k[:1], v), (k, v[:, :2]), (k[0], v[0])):
+        shapes = " and ".join(str(list(x.shape)) for x in wrong)
+        case(f"2 key heads of width 3; append of keys and values of shapes {shapes}")
         with expect_raises(
             ValueError,
             str(list(wrong[0].shape if wrong[1] is v or wrong[0].dim() == 2 else wrong[1].shape)),
@@ -466,9 +467,11 @@ def test_PagedCache_refuses():
             case(f"{name} of sequence {wrong_id}, which does not exist")
             with expect_raises(ValueError, str(wrong_id), read=RAISES):
                 call(wrong_id)
+    case("an empty sequence, to which keys and values of wrong shapes were appended: every call was refused")
     found = {"free blocks": cache.allocator.n_free, "lengths": cache.lengths[a]}
-    expect_equal(found, {"free blocks": 8, "lengths": [0, 0]}, name="", read=RAISES)
-    expect_true(cache.new() not in (a, freed), "an old id is given again", answer=freed, read=RAISES)
+    expect_equal(found, {"free blocks": 8, "lengths": [0, 0]}, name="", read="the contract, under append")
+    case("two sequences are made and the second is freed; then a third is made: its id")
+    expect_true(cache.new() not in (a, freed), "an old id is given again", answer=freed, read="the contract, under new")
 
 
 def test_PagedCache_never_leaks():
@@ -491,7 +494,7 @@ def test_PagedCache_never_leaks():
                     model[sequence] = keys, values
                 except OutOfBlocks:
                     expect_equal(state_of(cache), before, name="", read=COPY)
-            elif call == "fork":
+            elif call == "fork" and len(model) < 6:
                 model[cache.fork(sequence)] = model[sequence]
             elif call == "free":
                 cache.free(sequence)
@@ -878,7 +881,7 @@ def test_Scheduler_lists_the_oldest_first():
     scheduler, requests = submitted(4, 20, 4, (1, 9), (6, 2), (1, 2))
     order = [[request for request, _ in step] for step in run_steps(scheduler, requests, 4)]
     expected = [[0, 1], [0, 1], [0, 1, 2], [0, 2]]
-    expect_equal(order, expected, name="requests of each step", read="ex-serving-scheduler")
+    expect_equal(order, expected, name="requests of each step", read=SCHEDULE)
 
 
 def test_Scheduler_admits_in_order():
@@ -904,10 +907,10 @@ def test_Scheduler_preempts_the_youngest():
         [(2, 4)],
         [(2, 1)],
     ]
-    expect_equal(steps[:2], expected[:2], name="the first two steps", answer=steps, read="ex-serving-scheduler")
+    expect_equal(steps[:2], expected[:2], name="the first two steps", answer=steps, read=SCHEDULE)
     order = [next(i for i, step in enumerate(steps) for r, _ in step[::-1] if r == last) for last in (0, 1, 2)]
-    expect_equal(order, sorted(order), name="order of the first steps", answer=steps, read="ex-serving-scheduler")
-    expect_equal(steps, expected, name="the steps", read="ex-serving-scheduler")
+    expect_equal(order, sorted(order), name="order of the first steps", answer=steps, read=SCHEDULE)
+    expect_equal(steps, expected, name="the steps", read=SCHEDULE)
 
 
 def test_Scheduler_preempted_requests_wait_at_the_head():
@@ -937,7 +940,7 @@ def test_Scheduler_nobody_is_admitted_while_blocks_are_taken():
     scheduler, requests = submitted(5, 5, 2, (4, 3), (5, 2))
     steps = run_steps(scheduler, requests, 3)
     expected = [[(0, 4), (1, 1)], [(0, 1)], [(0, 1), (1, 4)]]
-    expect_equal(steps, expected, name="the first three steps", read="ex-serving-scheduler")
+    expect_equal(steps, expected, name="the first three steps", read=SCHEDULE)
 
 
 def test_Scheduler_submit_refuses_what_never_fits():
@@ -1072,7 +1075,7 @@ def stepped(engine, n_steps: int) -> list[tuple[Request, int]]:
             events += engine.step()
         except OutOfBlocks:
             text = "a step found too few free blocks in the cache, though the scheduler had counted them"
-            expect_true(False, text, answer=len(events), read="ex-serving-engine")
+            expect_true(False, text, answer=len(events), read=STEPS)
     return events
 
 
@@ -1088,19 +1091,20 @@ def test_Engine_takes_steps():
     model.norm.register_forward_pre_hook(lambda *_: passes.append(len(steps)))
     while engine.is_busy and len(steps) < 10:
         new = engine.step()
-        for _, token in new:
+        for request, token in new:
+            kind = type(request).__name__
+            told = f"a token comes with a {kind}, expected the Request"
+            expect_true(isinstance(request, Request), told, answer=kind, read=STEPS)
             kind = type(token).__name__
-            expect_true(
-                type(token) is int, f"a token is an int, not a {kind}", answer=kind, read="the contract, under step"
-            )
+            expect_true(type(token) is int, f"a token is an int, not a {kind}", answer=kind, read=STEPS)
         steps.append([requests.index(request) for request, _ in new])
         free["cache"].append(engine.cache.allocator.n_free)
         free["scheduler"].append(engine.scheduler.n_free)
-    expect_equal(steps, [[0], [0, 1]], name="whose tokens each step returned", read=BUDGET)
-    expect_equal(passes, [0, 1], name="the steps in which the model ran", read="ex-serving-engine")
+    expect_equal(steps, [[0], [0, 1]], name="whose tokens each step returned", read=STEPS)
+    expect_equal(passes, [0, 1], name="the steps in which the model ran", read=STEPS)
     expected = {"cache": [6, 10], "scheduler": [6, 10]}
-    expect_equal(free, expected, name="free blocks after each step", answer=(steps, free), read=BUDGET)
-    expect_equal(engine.step(), [], name="a step without requests", read="ex-serving-engine")
+    expect_equal(free, expected, name="free blocks after each step", answer=(steps, free), read=STEPS)
+    expect_equal(engine.step(), [], name="a step without requests", read=STEPS)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
@@ -1111,7 +1115,7 @@ def test_Engine_gives_what_each_gets_alone(kind):
     for request in requests:
         engine.submit(request)
     answer = collect(requests, stepped(engine, 300))
-    expect_equal(answer, [alone(model, request) for request in requests], name="tokens", read="ex-serving-engine")
+    expect_equal(answer, [alone(model, request) for request in requests], name="tokens", read=STEPS)
 
 
 def test_Engine_gives_twins_the_same_tokens():
@@ -1124,9 +1128,9 @@ def test_Engine_gives_twins_the_same_tokens():
         for request in twins:
             engine.submit(request)
         runs.append(collect(twins, stepped(engine, 20)))
-    expect_equal(runs[0][1], runs[0][0], name="tokens of the second twin", answer=runs, read="ex-serving-engine")
-    expect_equal(runs[1], runs[0], name="tokens of the second run", answer=runs, read="ex-serving-engine")
-    expect_equal(runs[0][0], alone(model, twins[0]), name="tokens", read="ex-serving-engine")
+    expect_equal(runs[0][1], runs[0][0], name="tokens of the second twin", answer=runs, read=STEPS)
+    expect_equal(runs[1], runs[0], name="tokens of the second run", answer=runs, read=STEPS)
+    expect_equal(runs[0][0], alone(model, twins[0]), name="tokens", read=STEPS)
 
 
 @pytest.mark.parametrize("n_blocks", [40, 8])
@@ -1140,7 +1144,7 @@ def test_Engine_samples_with_each_requests_own_numbers(n_blocks):
     for request in requests:
         engine.submit(request)
     answer = collect(requests, stepped(engine, 400))
-    expect_equal(answer, [alone(model, request) for request in requests], name="tokens", read="ex-serving-engine")
+    expect_equal(answer, [alone(model, request) for request in requests], name="tokens", read=STEPS)
 
 
 def test_Engine_ends_at_eos():
@@ -1152,8 +1156,8 @@ def test_Engine_ends_at_eos():
     engine = serving.Engine(model, serving.Scheduler(8, 8, 4))
     engine.submit(request)
     tokens = [token for _, token in stepped(engine, 10)]
-    expect_equal(tokens, expected[: stop + 1], name="tokens", read="ex-serving-engine")
-    expect_equal(engine.cache.allocator.n_free, 8, name="free blocks", answer=tokens, read="ex-serving-engine")
+    expect_equal(tokens, expected[: stop + 1], name="tokens", read=STEPS)
+    expect_equal(engine.cache.allocator.n_free, 8, name="free blocks", answer=tokens, read=STEPS)
 
 
 def test_Engine_random_cancellations_never_leak():
@@ -1169,15 +1173,13 @@ def test_Engine_random_cancellations_never_leak():
             engine.cancel(open_.pop(rng.randrange(len(open_))))
         n_tokens.append(len(engine.step()))
         free = engine.cache.allocator.n_free, engine.scheduler.n_free
-        expect_equal(
-            free[0], free[1], name="free blocks of the cache", answer=(n_tokens, free), read="ex-serving-engine"
-        )
+        expect_equal(free[0], free[1], name="free blocks of the cache", answer=(n_tokens, free), read=STEPS)
         if not waiting and not engine.is_busy:
             break
     seen = {"is_busy": engine.is_busy, "free blocks": engine.cache.allocator.n_free}
     seen["sequences in the cache"] = len(engine.cache.tables)
     expected = dict(zip(seen, [False, 9, 0], strict=True))
-    expect_equal(seen, expected, name="", answer=n_tokens, read=BUDGET)
+    expect_equal(seen, expected, name="", answer=n_tokens, read=STEPS)
 
 
 # ---- generate_many ---------------------------------------------------------------------------------------------------
@@ -1190,7 +1192,7 @@ def test_generate_many_gives_what_each_gets_alone(kind):
     events = list(serving.generate_many(model, requests, serving.Scheduler(14, 9, 4)))
     answer = collect(requests, events)
     expect_equal(
-        answer, [alone(model, request) for request in requests], name="tokens", read="ex-serving-generate-many"
+        answer, [alone(model, request) for request in requests], name="tokens", read="the contract, under Yields"
     )
 
 
@@ -1200,7 +1202,11 @@ def test_generate_many_runs_requests_together():
     events = list(serving.generate_many(model, requests, serving.Scheduler(8, 16, 4)))
     order = [requests.index(request) for request, _ in events]
     expect_equal(
-        order, [0, 1, 2, 3] * 5, name="whose token comes when", answer=events_of(requests, events), read=BUDGET
+        order,
+        [0, 1, 2, 3] * 5,
+        name="whose token comes when",
+        answer=events_of(requests, events),
+        read="the contract, under Yields",
     )
 
 
@@ -1307,7 +1313,7 @@ def test_generate_many_equals_transformers():
     model.load_state_dict(convert_hf_state_dict(theirs.state_dict(), SMALL))
     requests = [Request(prompt, 8) for prompt in prompts]
     answer = collect(requests, serving.generate_many(model, requests, serving.Scheduler(10, 8, 4)))
-    expect_equal(answer, transformers_tokens().tolist(), name="tokens", read="ex-serving-generate-many")
+    expect_equal(answer, transformers_tokens().tolist(), name="tokens", read="the contract, under Yields")
 
 
 # ---- speculative_step ------------------------------------------------------------------------------------------------
@@ -1533,16 +1539,16 @@ def filled(inputs: StaticInputs, cache, sequences: list[int], tokens: list[int])
         now = state[name]
         if not isinstance(now, Tensor):
             told = f"inputs.{name} is now a {type(now).__name__}, which no kernel can read"
-            expect_true(False, told, answer=state, read=STATIC)
+            expect_true(False, told, answer=state, read="the contract, under Returns")
         told = f"inputs.{name} is now {list(now.shape)}, and a replay reads {shape}"
-        expect_true(list(now.shape) == shape, told, answer=state, read=STATIC)
-        expect_equal(now.dtype, dtype, name=f"inputs.{name}.dtype", answer=state, read=STATIC)
+        expect_true(list(now.shape) == shape, told, answer=state, read="the contract, under Returns")
+        expect_equal(now.dtype, dtype, name=f"inputs.{name}.dtype", answer=state, read="the contract, under Returns")
         if now.data_ptr() != address:
             (exchanged if now is buffer else moved).append(f"inputs.{name}")
     told = f"{', '.join(moved)}: another tensor than before, and a replay reads the memory of the old one"
-    expect_true(not moved, told, answer=state, read=STATIC)
+    expect_true(not moved, told, answer=state, read="the contract, under Returns")
     told = f"{', '.join(exchanged)}: the tensor of before with other memory, and a replay reads the old memory"
-    expect_true(not exchanged, told, answer=state, read=STATIC)
+    expect_true(not exchanged, told, answer=state, read="the contract, under Returns")
     return inputs
 
 
