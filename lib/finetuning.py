@@ -263,7 +263,7 @@ def lora_parameters(config: LlamaConfig, r: int, targets: Iterable[str] = ("wq",
         The number of entries of all A and B: 4,194,304 for Llama 2 7B, r = 8 and the default targets.
 
     Raises:
-        ValueError: a name that is not in ``ALL``; shows it.
+        ValueError: names that are not in ``ALL``; shows them.
     """
     raise NotImplementedError("Exercise 28.8: write lora_parameters")
 
@@ -379,7 +379,7 @@ def finetuning_memory_bytes(
         {"weights", "gradients", "optimizer"}, in bytes.
 
     Raises:
-        ValueError: another method, or an unknown target; shows it.
+        ValueError: another method; shows it. Or unknown targets; shows them.
     """
     raise NotImplementedError("Exercise 28.12: write finetuning_memory_bytes")
 

@@ -450,7 +450,7 @@ def lora_parameters(config: LlamaConfig, r: int, targets: Iterable[str] = ("wq",
         The number of entries of all A and B: 4,194,304 for Llama 2 7B, r = 8 and the default targets.
 
     Raises:
-        ValueError: a name that is not in ``ALL``; shows it.
+        ValueError: names that are not in ``ALL``; shows them.
     """
     ### BEGIN SOLUTION
     sizes = _block_matrices(config)
@@ -620,7 +620,7 @@ def finetuning_memory_bytes(
         {"weights", "gradients", "optimizer"}, in bytes.
 
     Raises:
-        ValueError: another method, or an unknown target; shows it.
+        ValueError: another method; shows it. Or unknown targets; shows them.
     """
     ### BEGIN SOLUTION
     n, trained = count_parameters(config), lora_parameters(config, r, targets)

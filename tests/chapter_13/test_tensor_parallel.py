@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # a `TorchDispatchMode` imports it when it is first used: not while a check's clock runs
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch._dynamo  # a `TorchDispatchMode` imports it when it is first used: not while a check's clock runs
 from torch.utils.flop_counter import FlopCounterMode
 
 from lib.fast.attention.flash import (

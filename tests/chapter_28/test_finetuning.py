@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # a `TorchDispatchMode` imports it when it is first used: not while a check's clock runs
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
