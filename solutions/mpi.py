@@ -23,7 +23,7 @@ def scatter_scale_average(comm: "MPI.Comm", values: Sequence[float] | None, fact
 
     Args:
         comm: The communicator, of R ranks.
-        values: On rank 0 a sequence of R numbers, left unchanged; ignored on the other ranks.
+        values: On rank 0 a sequence of R numbers, left unchanged; ignored on the other ranks, where it may be None.
         factor: Multiplies each number.
 
     Returns:
@@ -189,7 +189,7 @@ def average_gradients_mpi(comm: "MPI.Comm", module: nn.Module) -> None:
     Convention: a gradient that is None counts as zeros, and the sum is still divided by R.
         Afterwards every parameter has the mean, and zeros if no rank had a gradient, as in chapter 10.
         Frozen parameters (``requires_grad=False``) are left out.
-        The buffer is float32, or float64 if any parameter is.
+        The buffer is float32, or float64 if any of the other parameters is.
     """
     ### BEGIN SOLUTION
     parameters = [p for p in module.parameters() if p.requires_grad]

@@ -82,6 +82,19 @@ the inbox is `np.empty(n)`, which is float64 whatever the array's dtype is
 a root that is no rank wraps around to one that is, instead of raising
 + root %= n_ranks
   if not 0 <= root
+a place sends to place + 2^k even where there is none: the modulo wraps it around to a rank that never receives it
+- place < reach and place + reach < n_ranks => place < reach
+places are not turned into ranks: (place + root) mod R is missing its mod R
+- (place + reach + root) % n_ranks => place + reach + root
+- (place - reach + root) % n_ranks => place - reach + root
+an Isend was never waited for: the send may not be complete when the function returns
+- comm.Send(buffer, => comm.Isend(buffer,
+the array is pickled (lower-case send), which copies it twice and makes it longer
+- comm.Send(buffer, => comm.send(buffer,
+- comm.Recv(buffer, source=(place - reach + root) % n_ranks)
++ buffer[...] = comm.recv(source=(place - reach + root) % n_ranks)
+MPI needs contiguous memory, but the array is sent with whatever strides it has
+- np.asarray(array, order="C") => array
 messages go through MPI.COMM_WORLD, which has all ranks, but `comm` may have only some of them
 + comm = world(comm)
   n_ranks = comm.Get_size()
@@ -150,6 +163,49 @@ chunks are pickled (lower-case sendrecv), which copies them twice and makes them
 + received = comm.sendrecv(mine, dest=right, source=left)
 - comm.Sendrecv(mine, dest=right, recvbuf=theirs, source=left)
 + theirs[...] = comm.sendrecv(mine, dest=right, source=left)
+an Isend was never waited for: the send may not be complete when the function returns
+- comm.Sendrecv(mine, dest=right, recvbuf=received, source=left)
++ comm.Isend(mine, dest=right)
++ comm.Recv(received, source=left)
+- comm.Sendrecv(mine, dest=right, recvbuf=theirs, source=left)
++ comm.Isend(mine, dest=right)
++ comm.Recv(theirs, source=left)
+left and right are exchanged, but not in the chunks' numbers, which are those of a ring to the right
+- right, left = (rank + 1) % n_ranks, (rank - 1) % n_ranks
++ right, left = (rank - 1) % n_ranks, (rank + 1) % n_ranks
+the reduce-scatter has R - 2 steps, and a sum of R ranks takes R - 1
+- range(n_ranks - 1):
+-     mine, theirs = chunks[(rank - step) % n_ranks], chunks[(rank - step - 1) % n_ranks]
++ range(n_ranks - 2):
++     mine, theirs = chunks[(rank - step) % n_ranks], chunks[(rank - step - 1) % n_ranks]
+the all-gather has R - 2 steps, and a chunk needs R - 1 to reach all ranks
+- range(n_ranks - 1):
+-     mine, theirs = chunks[(rank - step + 1) % n_ranks], chunks[(rank - step) % n_ranks]
++ range(n_ranks - 2):
++     mine, theirs = chunks[(rank - step + 1) % n_ranks], chunks[(rank - step) % n_ranks]
+both phases have R - 2 steps, and each needs R - 1
+- range(n_ranks - 1):
+-     mine, theirs = chunks[(rank - step) % n_ranks], chunks[(rank - step - 1) % n_ranks]
++ range(n_ranks - 2):
++     mine, theirs = chunks[(rank - step) % n_ranks], chunks[(rank - step - 1) % n_ranks]
+- range(n_ranks - 1):
+-     mine, theirs = chunks[(rank - step + 1) % n_ranks], chunks[(rank - step) % n_ranks]
++ range(n_ranks - 2):
++     mine, theirs = chunks[(rank - step + 1) % n_ranks], chunks[(rank - step) % n_ranks]
+the reduce-scatter has R steps: in the last one too many, a rank adds what was already summed
+- range(n_ranks - 1):
+-     mine, theirs = chunks[(rank - step) % n_ranks], chunks[(rank - step - 1) % n_ranks]
++ range(n_ranks):
++     mine, theirs = chunks[(rank - step) % n_ranks], chunks[(rank - step - 1) % n_ranks]
+the all-gather has R steps; R - 1 are enough, and a single rank has nobody to send to
+- range(n_ranks - 1):
+-     mine, theirs = chunks[(rank - step + 1) % n_ranks], chunks[(rank - step) % n_ranks]
++ range(n_ranks):
++     mine, theirs = chunks[(rank - step + 1) % n_ranks], chunks[(rank - step) % n_ranks]
+what arrives is taken for chunk r - s + 1; the left neighbour sends its own, chunk (r - 1) - s
+- chunks[(rank - step - 1) % n_ranks] => chunks[(rank - step + 1) % n_ranks]
+without order="C" the copy keeps columns first, so `reshape(-1)` copies it, and the chunks are no views of it
+- np.array(array, order="C") => np.array(array)
 messages go through MPI.COMM_WORLD, which has all ranks, but `comm` may have only some of them
 + comm = world(comm)
   rank, n_ranks =
@@ -175,6 +231,12 @@ a chunk's bytes are rounded down
 - n_bytes / n_ranks => n_bytes // n_ranks
 fewer than one rank gives a number instead of a ValueError
 - raise ValueError(f"n_ranks is {n_ranks}, expected at least 1") => return 0.0
+the naive algorithm's factor 2 is missing: the sum has to come back too
+- (2 * (n_ranks - 1), n_bytes), => (n_ranks - 1, n_bytes),
+the tree's factor 2 is missing: it goes up once and down once
+- 2 * n_rounds => n_rounds
+the ring's factor 2 is missing: it has two phases, each of R - 1 steps
+- 2 * (n_ranks - 1), n_bytes / n_ranks => n_ranks - 1, n_bytes / n_ranks
 an unknown algorithm is taken for the ring or returns None, instead of raising
 - raise ValueError(f"no algorithm {algorithm!r}: expected one of {', '.join(costs)}") => algorithm = "ring"
 one rank takes 0 s before the algorithm's name is looked at
@@ -245,6 +307,14 @@ there is one Allreduce for each dtype, where one buffer holds them all
 +     total[kinds == kind] = sums
 a tied parameter is in the buffer twice
 - for p in module.parameters() if => for _, p in module.named_parameters(remove_duplicate=False) if
+frozen parameters get a gradient too
+- if p.requires_grad =>
+the mean is added to the old gradient, which it should replace
+- grad.copy_(mean.view(p.shape)) => grad.add_(mean.view(p.shape))
+the sum is divided by 4, whatever the number of ranks
+- comm.Get_size() => 4
+the buffer has the first parameter's dtype, where float64 anywhere needs float64
+- torch.promote_types(dtype, p.dtype) => torch.promote_types(torch.float32, parameters[0].dtype)
 a gradient that is None becomes float32 zeros, whatever the parameter's dtype
 - torch.zeros_like(p) if => torch.zeros(p.shape) if
 messages go through MPI.COMM_WORLD, which has all ranks, but `comm` may have only some of them

@@ -1,6 +1,7 @@
 """What the tests of chapter 9 run on MPI ranks. Each returns what it found, and the test that sent it judges."""
 
 import inspect
+import time
 
 import numpy as np
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 from lib.workbook.grading import graded
 
 mpi = graded("mpi")
+OVERWRITTEN = -1.0
 
 
 def scattered(comm, runs):
@@ -17,9 +19,9 @@ def scattered(comm, runs):
     return [mpi.scatter_scale_average(comm, values if comm.rank == 0 else elsewhere, *rest) for values, *rest in runs]
 
 
-def scattered_wrongly(comm, lists):
-    """The error's text on this rank for each list, or None if there was none."""
-    return [_error(mpi.scatter_scale_average, comm, values if comm.rank == 0 else None) for values in lists]
+def scattered_wrongly(comm, values):
+    """The error's text on this rank, or None if there was none."""
+    return _error(mpi.scatter_scale_average, comm, values if comm.rank == 0 else None)
 
 
 def _error(function, *args):
@@ -144,10 +146,26 @@ def reduced_once(comm, array):
     return mpi.ring_all_reduce(comm, array * 10**comm.rank)
 
 
+class Late:
+    """A communicator whose rank 1 makes every call that receives 50 ms late."""
+
+    def __init__(self, comm):
+        self._comm = comm
+
+    def __getattr__(self, name):
+        if "recv" in name.lower():
+            time.sleep(0.05 * (self._comm.rank == 1))
+        return getattr(self._comm, name)
+
+
 def reduced_large(comm, n):
-    """Whether the sum is right; the arrays are too large to be sent back."""
-    total = mpi.ring_all_reduce(comm, np.full(n, comm.rank + 1.0))
-    return total.shape == (n,) and bool((total == sum(range(1, comm.size + 1))).all())
+    """What a rank has, if rank 1 receives late and every rank overwrites its sum as soon as it may."""
+    total = mpi.ring_all_reduce(Late(comm), np.full(n, comm.rank + 1.0))
+    is_right = total.shape == (n,) and (total == sum(range(1, comm.size + 1))).all()
+    found = "right" if is_right else "overwritten" if (total == OVERWRITTEN).any() else "wrong"
+    total[...] = OVERWRITTEN
+    comm.Barrier()  # no array is freed before all ranks have theirs
+    return found
 
 
 def broadcast(comm, kinds, roots):
@@ -183,9 +201,14 @@ def broadcast_read_only(comm, kind):
 
 
 def broadcast_large(comm, n, root):
+    """What a rank has, if all but the root come late and every rank overwrites its array as soon as it may."""
     array = np.full(n, float(comm.rank))
+    time.sleep(0.1 * (comm.rank != root))
     mpi.tree_broadcast(comm, array, root)
-    return bool((array == root).all())
+    found = "right" if (array == root).all() else "overwritten" if (array == OVERWRITTEN).any() else "wrong"
+    array[...] = OVERWRITTEN
+    comm.Barrier()  # no array is freed before all ranks have theirs
+    return found
 
 
 class Mixed(nn.Module):
@@ -216,7 +239,7 @@ def averaged(comm, grads):
 
 
 def averaged_mixed(comm):
-    """Gradients, MPI's averages of them, and whether gradients, parameters and buffers are the objects they were."""
+    """Gradients, MPI's averages of them, whether each is still the same tensor, and what changed that must not."""
     module = Mixed()
     generator = torch.Generator().manual_seed(comm.rank)
     for p in module.parameters():
@@ -233,8 +256,12 @@ def averaged_mixed(comm):
     mpi.average_gradients_mpi(comm, module)
     after = {name: p.grad for name, p in module.named_parameters() if p.requires_grad}
     same = {name: after[name] is grad for name, grad in before.items()}
-    untouched = all(bool((p == 1).all()) for p in module.parameters()) and module.frozen.grad is None
-    return after, expected, same, untouched and module.get_buffer("mean").tolist() == [comm.rank] * 2
+    changed = [f"parameter {name} changed" for name, p in module.named_parameters() if not bool((p == 1).all())]
+    if module.get_buffer("mean").tolist() != [comm.rank] * 2:
+        changed.append("the buffer changed")
+    if module.frozen.grad is not None:
+        changed.append("the frozen parameter has a gradient, expected None")
+    return after, expected, same, "; ".join(changed)
 
 
 def averaged_precisely(comm):
