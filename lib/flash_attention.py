@@ -74,7 +74,7 @@ class FlashAttentionTorch(torch.autograd.Function):
     scaled scores, in float32 (float64 for float64), -inf for a row without keys.
     It never makes a tensor of a quarter of T x S numbers, keeps sums in float32 at least, even under autocast, makes
     its tensors on the device of q, and skips tiles above the diagonal.
-    ``backward`` is given.
+    ``backward`` is given, and calls `flash_backward`: checks of gradients wait for exercise 15.4.
 
     Raises:
         ValueError: the shapes, dtypes or devices do not fit (`fold_groups` raises it).

@@ -171,6 +171,8 @@ keys and values are loaded without a mask: the last tile reads beyond their end
 # flash_backward_dq_kernel
 the natural logsumexp is used as if it were in base 2
 - other=0.0) * LOG2E => other=0.0)
+keys beyond the last are not hidden: where scores are very negative, 2 to the power of -L is infinite there
+- seen = cols[None, :] < S => seen = cols[None, :] >= 0
 the scale of the scores is missing in the gradient
 - acc * scale => acc
 the row sums are not subtracted

@@ -166,7 +166,7 @@ def test_flash_forward_kernel_masks_no_whole_tile():
             (o, _), _ = launched(launch_forward, flash.flash_forward_kernel, q, k, v, is_causal)
         expect_close(o, exact(q, k, v, do, is_causal)["o"].float(), atol=5e-6, read=FORWARD)
         unit = unit or count.n
-        problem = f"{count.n / (unit or 1):g} tiles of scores were masked, but {n_masked} need it"
+        problem = f"{count.n / (unit or 1):g} tiles of scores were masked, where {n_masked} must be"
         expect_true(count.n <= n_masked * unit, problem, answer=count.n, read=WHOLE)
 
 
@@ -194,6 +194,15 @@ def test_flash_backward_dq_kernel_is_the_gradient(q_shape, kv_shape, is_causal):
     (dq, delta), seen = run_dq(inputs, r, is_causal)
     expect_close({"delta": delta, "dq": dq}, beside(r, "delta", "dq"), atol=1e-5, rtol=1e-5, read=where_to_read(r))
     exact_products(seen, (dq, delta))
+
+
+def test_flash_backward_dq_kernel_of_very_negative_scores():
+    case("no mask, T = 40, S = 70, scores near -256: in the last tile 2 to the power of -L is infinite")
+    q, k, v, do = make_inputs((1, 40, 16), (1, 70, 16), torch.float32, DEVICE)
+    q, k = 0.3 * q + 8, 0.3 * k - 8
+    r = exact(q, k, v, do, False)
+    (dq, _), _ = run_dq((q, k, v, do), r, False)
+    expect_close(dq, r["dq"].float(), atol=1e-3, rtol=1e-2, read=BACKWARD)
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:])
@@ -252,7 +261,7 @@ def masks_no_whole_tile(run, cases, name) -> None:
             results, _ = run((q, k, v, do), r, is_causal)
         expect_close(results[0], r[name].float(), atol=1e-5, rtol=1e-5, name=name, answer=results, read=BACKWARD)
         unit = unit or count.n
-        problem = f"{count.n / (unit or 1):g} tiles of scores were masked, but {n_masked} need it"
+        problem = f"{count.n / (unit or 1):g} tiles of scores were masked, where {n_masked} must be"
         expect_true(count.n <= n_masked * unit, problem, answer=count.n, read=WHOLE)
 
 
