@@ -272,6 +272,8 @@ class OverlapDDP(nn.Module):
         """Return what ``module`` returns.
 
         First complete a round that an exception left open, or a missing ``finish_gradient_synchronization()``.
+        Before that, gradients may be replaced by None (``zero_grad()``), but not zeroed in place: a collective may
+        still write into them.
         A round is open if a gradient is ready, even if no collective has started.
         A forward under ``torch.no_grad()`` completes nothing, because one rank may evaluate alone.
         """
@@ -381,7 +383,7 @@ class BucketedDDP(nn.Module):
     Frozen parameters are in no bucket, tied ones in one bucket once.
 
     Raises:
-        ValueError: ``bucket_size_mb`` is not positive; the message names it.
+        ValueError: ``bucket_size_mb`` is not positive, checked before anything is sent; the message names it.
         RuntimeError: in a second backward of a round, as ``OverlapDDP``.
 
     Source: Li and others (arXiv:2006.15704), sections 3.2.2 and 3.2.3.
@@ -401,6 +403,8 @@ class BucketedDDP(nn.Module):
         """Return what ``module`` returns.
 
         First complete a round that an exception left open, or a missing ``finish_gradient_synchronization()``.
+        Before that, gradients may be replaced by None (``zero_grad()``), but not zeroed in place: a collective may
+        still write into them.
         A round is open if a gradient is ready, even if no collective has started.
         A forward under ``torch.no_grad()`` completes nothing, because one rank may evaluate alone.
         """

@@ -32,6 +32,8 @@ tensors are sent in their own dtype, and gloo refuses some dtypes: send their by
 - sent.view(-1).view(torch.uint8) => sent
 buffers are not sent: counters and running means differ between ranks
 - , *module.buffers() =>
+`state_dict()` has no buffer that is not persistent, and a tied tensor under each of its names
+- [*module.parameters(), *module.buffers()] => module.state_dict().values()
 only trained parameters are sent; frozen ones must be the same everywhere too
 - *module.parameters() => *_trainable(module)
 parameters are averaged, where all ranks should get those of rank 0
@@ -89,6 +91,10 @@ a gradient that is not contiguous is sent in its memory order, and meets other e
 - _flat_mean([p], group)
 + p.grad = torch.zeros_like(p) if p.grad is None else p.grad
 + _start_mean(p.grad, group)
+`.contiguous()` made a copy of a gradient that is not contiguous; the copy received the mean and was dropped
+- _flat_mean([p], group)
++ p.grad = torch.zeros_like(p) if p.grad is None else p.grad
++ _start_mean(p.grad.contiguous(), group)
 all gradients go in one buffer; that is the next exercise
 + reference.average_gradients_flat(module, group)
 
@@ -115,6 +121,10 @@ all dtypes are widened into one buffer, which sends more bytes than the gradient
 + _start_mean(flat, group)
 + for p, piece in zip(_trainable(module), flat.split([p.numel() for p in _trainable(module)]), strict=True):
 +     p.grad = piece.view(p.shape).to(p.dtype)
+every gradient is read from the start of the buffer: the place does not move on
+- p.grad = piece.view(p.shape) => p.grad = flat[: p.numel()].view(p.shape)
+one buffer for all dtypes widens the narrow ones: make one for each dtype
+- by_dtype.setdefault(p.dtype, []) => by_dtype.setdefault(torch.float64, [])
 the pieces are read back from the buffer in another order than they were put there
 - torch.cat(pieces) => torch.cat(pieces[::-1])
 
@@ -141,6 +151,9 @@ that is the size whose transfer takes as long as a call; it should depend on all
 - math.sqrt(n_bytes * bandwidth * call_overhead_s) => bandwidth * call_overhead_s
 the size is a whole number where one bucket is best, but it should always be a float
 - float(n_bytes) => n_bytes
+k is rounded to a whole number, but here it may be a fraction
+- math.sqrt(n_bytes * bandwidth * call_overhead_s)
++ n_bytes / max(1, round(math.sqrt(n_bytes / (bandwidth * call_overhead_s)))) if call_overhead_s else 0.0
 the bucket is larger than all gradients together, but k is at least 1
 + return math.sqrt(n_bytes * bandwidth * call_overhead_s)
 
@@ -194,6 +207,30 @@ collectives that a failed step had started are counted as the next step's
 - self.is_paused => self.is_paused or p in self.ready
 @@ _Rounds.finish_what_was_left
 + pass
+forward leaves an open round: complete it, even if no collective has started
+@@ _Rounds.finish_what_was_left
++ pass
+finish_gradient_synchronization() starts no collective for gradients that backward did not reach
+@@ _Rounds.finish
+- while len(self.works) < len(self.buckets):
+-     self.start_next()
++
+the hook notes gradients as ready inside no_sync() too, so the next forward finds an open round and sends everything
+- if self.is_paused:
+-     return
+- if p in self.ready:
++ if self.is_paused:
++     self.ready.add(p)
++     return
++ if p in self.ready:
+a finished round is not forgotten: finish_gradient_synchronization() must begin a new one
+@@ _Rounds.finish
+- self.begin() =>
+a gradient that is not contiguous is sent in its memory order, and meets other elements: make it contiguous first
+- torch.zeros_like(p) if => torch.zeros(p.shape, dtype=p.dtype) if
+- grad.detach().reshape(-1) => grad.detach().as_strided((grad.numel(),), (1,))
+- piece.view(p.shape)
++ piece.as_strided(p.shape, torch.empty(p.shape).stride() if p.grad is None else p.stride())
 a forward under `torch.no_grad()` completes the round too, so a rank that evaluates alone would wait for the others
 - if self.ready and torch.is_grad_enabled(): => if self.ready:
 keyword arguments do not reach the module
@@ -224,6 +261,12 @@ each number counts as 4 bytes, but a float64 takes 8 and a bfloat16 takes 2
 dtypes share a bucket, in which the narrow ones are widened
 - open_buckets.get(p.dtype) => open_buckets.get(None)
 - open_buckets[p.dtype] => open_buckets[None]
+a bucket is closed where the dtype changes, but each dtype keeps its own open bucket
+- open_buckets.get(p.dtype) => buckets[-1] if buckets and buckets[-1][0].dtype == p.dtype else None
+a bucket is sent when its last parameter is ready, though others in it may not be
+- self.n_missing[self.bucket_of[p]] -= 1
++ if p is self.buckets[self.bucket_of[p]][-1]:
++     self.n_missing[self.bucket_of[p]] = 0
 buckets go in the order in which they were begun: one that is completed late holds up all others
 - sorted(buckets, key=lambda bucket: position[bucket[-1]]) => buckets
 a bucket size that is not positive raises no ValueError

@@ -25,7 +25,7 @@ class Net(nn.Module):
         self.again = nn.Linear(7, 7, bias=False)
         self.again.weight = self.tied.weight
         self.frozen = nn.Linear(7, 7).requires_grad_(False)
-        self.maybe = nn.Parameter(torch.randn(3, 7))
+        self.maybe = nn.Parameter(torch.randn(7, 3).T)  # transposed in memory
         self.never = nn.Parameter(torch.randn(4))
         self.wide = nn.Parameter(torch.randn(7, 2, dtype=torch.float64))
         self.last = nn.Linear(7, 3)
@@ -303,17 +303,22 @@ def accumulate(rank, world_size, kind):
 
 
 def nested(rank, world_size, kind):
-    """One weight; backward after the end of an inner no_sync, within the outer one: nothing is sent yet."""
+    """One weight; two micro-batches after the end of an inner no_sync, within the outer one, and a third outside."""
     module = nn.Linear(2, 1, bias=False)
     model = wrap(kind, module)
+    x = torch.tensor([[1.0 + rank, 2.0 + 10 * rank]])
     milestone("nested begins")
     with model.no_sync():
         with model.no_sync():
             pass
-        model(torch.tensor([[1.0 + rank, 2.0 + 10 * rank]])).sum().backward()
-        model.finish_gradient_synchronization()
+        for _ in range(2):
+            model(x).sum().backward()
+            model.finish_gradient_synchronization()
         inside = module.weight.grad.clone()
     milestone("nested ends")
+    model(x).sum().backward()
+    model.finish_gradient_synchronization()
+    milestone("third ends")
     return inside
 
 
@@ -380,22 +385,27 @@ class Pair(nn.Module):
 
 
 def nothing_started(rank, world_size, kind):
-    """A step that reaches only ``a``, whose turn has not come, ended by an exception; then one that reaches both."""
+    """A step that reaches only ``a``, whose turn has not come, ended by an exception; then one that reaches both.
+
+    None if the second step's backward raised a RuntimeError.
+    """
     model = wrap(kind, Pair())
     x = torch.tensor([1.0 + rank, 2.0 + 10 * rank])
     with contextlib.suppress(ZeroDivisionError):
         model(10 * x, use_b=False).backward()
         raise ZeroDivisionError("on purpose")
     model.zero_grad()
-    model(x).backward()
+    try:
+        model(x).backward()
+    except RuntimeError:
+        return None
     model.finish_gradient_synchronization()
     return gradients(model.module)
 
 
 def interrupted(rank, world_size, kind, places):
-    """What ``nothing_started`` gives, what ``interrupted_at`` gives for each place, and ``accumulate_with_sync``."""
-    found = nothing_started(rank, world_size, kind), [interrupted_at(rank, kind, where) for where in places]
-    return *found, accumulate_with_sync(rank, world_size, kind)
+    """What ``interrupted_at`` gives for each place, and ``accumulate_with_sync``."""
+    return [interrupted_at(rank, kind, where) for where in places], accumulate_with_sync(rank, world_size, kind)
 
 
 def interrupted_at(rank, kind, where):

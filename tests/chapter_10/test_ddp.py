@@ -110,14 +110,14 @@ def test_shard_indices_of_any_size():
 
 @pytest.mark.time_limit(30)
 def test_broadcast_parameters_gives_rank_0s_values(ranks):
-    case("tensors of rank + 1 on 3 ranks; `across` (transposed) and `hidden` (every 2nd column) are not contiguous")
+    case("tensors of rank + 1 on 3 ranks; `across` is transposed, `hidden` is every 2nd column, not persistent")
     result = ranks(programs.send_parameters, n_ranks=3)
     across = torch.tensor([[1.0, 1.0, 1.0], [1.0, 1.0, 11.0]])
     expected = {"narrow": torch.ones(2, dtype=torch.bfloat16), "frozen": torch.tensor(1.0).double()}
     expected |= {"count": torch.tensor(1), "mask": torch.tensor([True, True])}
     expected |= {"across": across, "hidden": torch.ones(2, 2)}
     for rank, (values, moved, trained, grad) in enumerate(result.values):
-        case(f"tensors of rank + 1; `across` (transposed) and `hidden` (every 2nd column) not contiguous; rank {rank}")
+        case(f"tensors of rank + 1; `across` is transposed, `hidden` is every 2nd column, not persistent; rank {rank}")
         for name, value in expected.items():
             expect_close(values[name], value, name=name, answer=values, read=SENT)
         expect_equal(moved, [], name="tensors with other storage or strides than before", answer=values, read=SENT)
@@ -171,7 +171,7 @@ def check_by_hand(ranks, name: str, used: list[bool], b: Tensor, c: float):
     result = ranks(programs.average_loose, name, used, n_ranks=3)
     expected = {"a": A, "b": b, "c": torch.tensor(c).double()}
     for rank, found in enumerate(result.values):
-        case(f"gradients [1 + r, 2 + 10 r] and two more on ranks r = 0, 1, 2, {what}; rank {rank}")
+        case(f"gradients a = [1 + r, 2 + 10 r], b (transposed) and c on ranks r = 0, 1, 2, {what}; rank {rank}")
         for key, value in expected.items():
             expect_true(found[key] is not None, f"{key}.grad is None, expected its mean", answer=found, read=MEAN)
             expect_close(found[key], value, name=f"{key}.grad", answer=found[key], read=MEAN)
@@ -333,12 +333,12 @@ def check_means(found, expected: dict[str, Tensor], what: str, read: str) -> Non
 
 
 def check_mixed(ranks, kind) -> None:
-    case("tied, frozen, two dtypes; `maybe` unused on rank 1, `never` on all")
+    case("tied, frozen, two dtypes; `maybe` (transposed) unused on rank 1, `never` on all")
     kinds, read = (["overlap"], TURN) if kind == "overlap" else ([kind, 1], ORDER)
     result = ranks(programs.mixed, kinds, n_ranks=3)
     expected = programs.mean_of_locals(3, use=lambda rank: rank != 1)
     for found in zip(*result.values, strict=True):
-        check_means(found, expected, "tied, frozen, two dtypes; `maybe` unused on rank 1, `never` on all", read)
+        check_means(found, expected, "tied, frozen, two dtypes; `maybe` (transposed) unused on rank 1, `never` on all", read)
     expect_equal(result.mismatch(), "", name="what the ranks disagree on", read=read)
     if kind == "overlap":
         return
@@ -365,10 +365,13 @@ def check_several(ranks, kind) -> None:
     expected = programs.mean_of_locals(3, seeds=lambda rank: [rank, 10 + rank])
     check_means([after for _, after in accumulated], expected, what, TURN)
     for rank, (inside, ledger) in enumerate(zip(nested, result.ledgers, strict=True)):
-        case(f"no_sync() inside no_sync(): backward after the inner one has ended, inside the outer one; rank {rank}")
-        expect_close(inside, torch.tensor([[1.0 + rank, 2.0 + 10 * rank]]), name="the local gradient", read=TURN)
+        case(f"no_sync() inside no_sync(): two backwards after the end of the inner, inside the outer; rank {rank}")
         n = len(ledger.before("nested ends")) - len(ledger.before("nested begins"))
         expect_equal(n, 0, name="collectives under the outer no_sync", read=TURN)
+        expect_close(inside, torch.tensor([[2.0 + 2 * rank, 4.0 + 20 * rank]]), name="the local gradient", read=TURN)
+        case(f"one weight: two micro-batches under no_sync, then one outside of it; rank {rank}")
+        n = len(ledger.before("third ends")) - len(ledger.before("nested ends"))
+        expect_equal(n, 1, name="collectives in the third", read=TURN)
     check_means(after_an_error, programs.mean_of_locals(3), "an exception inside no_sync, then an ordinary step", TURN)
     expected = programs.mean_of_locals(3, n=lambda rank: 0 if rank == 1 else 2)
     check_means(empty, expected, "rank 1 has no items and calls no backward", MEAN)
@@ -380,14 +383,16 @@ def check_several(ranks, kind) -> None:
 
 
 def check_interrupted(ranks, kind) -> None:
-    places = ("after backward", "in backward", "in backward, early", "on rank 0 after backward")
-    case("an exception after backward, in backward, or on rank 0 alone after backward; then ordinary steps")
-    result = ranks(programs.interrupted, kind, places, n_ranks=2)
     turn = "the collective of a waits for b" if kind == "overlap" else "a and b share a bucket"
     what = f"{turn}; an exception after a backward that reached only a: nothing has started; then a step with both"
+    case(what)
     by_hand = {"a": torch.tensor([1.5, 7.0]), "b": torch.tensor([3.0])}
-    alone, others, synced = zip(*result.values, strict=True)
+    alone = ranks(programs.nothing_started, kind, n_ranks=2).values
+    expect_true(None not in alone, "the next step's backward raised a RuntimeError", answer=alone, read=TURN)
     check_means(alone, by_hand, what, TURN)
+    places = ("after backward", "in backward", "in backward, early", "on rank 0 after backward")
+    case("an exception after backward, in backward, or on rank 0 alone after backward; then ordinary steps")
+    others, synced = zip(*ranks(programs.interrupted, kind, places, n_ranks=2).values, strict=True)
     expected = programs.mean_of_locals(2)
     for where, found in zip(places, zip(*others, strict=True), strict=True):
         check_means(found, expected, f"an exception {where}, then two ordinary steps", TURN)
@@ -468,11 +473,6 @@ def test_OverlapDDP_passes_calls_through(ranks):
 
 
 @pytest.mark.time_limit(30)
-def test_OverlapDDP_trains_like_pytorchs(ranks):
-    check_wrapped_training(ranks, "overlap")
-
-
-@pytest.mark.time_limit(30)
 def test_OverlapDDP_of_unused_tied_frozen_and_mixed(ranks):
     check_mixed(ranks, "overlap")
 
@@ -480,6 +480,11 @@ def test_OverlapDDP_of_unused_tied_frozen_and_mixed(ranks):
 @pytest.mark.time_limit(30)
 def test_OverlapDDP_no_sync_and_a_rank_without_items(ranks):
     check_several(ranks, "overlap")
+
+
+@pytest.mark.time_limit(30)
+def test_OverlapDDP_trains_like_pytorchs(ranks):
+    check_wrapped_training(ranks, "overlap")
 
 
 @pytest.mark.time_limit(30)
@@ -588,11 +593,6 @@ def test_BucketedDDP_passes_calls_through(ranks):
 
 
 @pytest.mark.time_limit(30)
-def test_BucketedDDP_trains_like_pytorchs(ranks):
-    check_wrapped_training(ranks, SMALL_MB)
-
-
-@pytest.mark.time_limit(30)
 def test_BucketedDDP_of_unused_tied_frozen_and_mixed(ranks):
     check_mixed(ranks, SMALL_MB)
 
@@ -600,6 +600,11 @@ def test_BucketedDDP_of_unused_tied_frozen_and_mixed(ranks):
 @pytest.mark.time_limit(30)
 def test_BucketedDDP_no_sync_and_a_rank_without_items(ranks):
     check_several(ranks, SMALL_MB)
+
+
+@pytest.mark.time_limit(30)
+def test_BucketedDDP_trains_like_pytorchs(ranks):
+    check_wrapped_training(ranks, SMALL_MB)
 
 
 @pytest.mark.time_limit(30)
