@@ -333,12 +333,13 @@ def check_means(found, expected: dict[str, Tensor], what: str, read: str) -> Non
 
 
 def check_mixed(ranks, kind) -> None:
-    case("tied, frozen, two dtypes; `maybe` (transposed) unused on rank 1, `never` on all")
+    what = "tied, frozen, two dtypes; `maybe` (transposed) unused on rank 1, `never` on all"
+    case(what)
     kinds, read = (["overlap"], TURN) if kind == "overlap" else ([kind, 1], ORDER)
     result = ranks(programs.mixed, kinds, n_ranks=3)
     expected = programs.mean_of_locals(3, use=lambda rank: rank != 1)
     for found in zip(*result.values, strict=True):
-        check_means(found, expected, "tied, frozen, two dtypes; `maybe` (transposed) unused on rank 1, `never` on all", read)
+        check_means(found, expected, what, read)
     expect_equal(result.mismatch(), "", name="what the ranks disagree on", read=read)
     if kind == "overlap":
         return
