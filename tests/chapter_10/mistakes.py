@@ -193,9 +193,6 @@ an exception inside no_sync() leaves synchronisation off: restore the flag in `f
 + before, self.is_paused = self.is_paused, True
 + yield
 + self.is_paused = before
-a round counts as open only once a collective has started: if an exception ends a step before that, its notes of ready
-gradients stay, and must be forgotten too
-- if self.ready and torch => if self.works and torch
 the end of an inner no_sync() turns synchronisation on inside the outer one: restore the value from before
 - before, self.is_paused = self.is_paused, True => self.is_paused = True
 - self.is_paused = before => self.is_paused = False
@@ -207,7 +204,7 @@ collectives that a failed step had started are counted as the next step's
 - self.is_paused => self.is_paused or p in self.ready
 @@ _Rounds.finish_what_was_left
 + pass
-forward leaves an open round: complete it, even if no collective has started
+forward must complete an open round, and a round is open once a gradient is ready, even if no collective has started
 @@ _Rounds.finish_what_was_left
 + pass
 finish_gradient_synchronization() starts no collective for gradients that backward did not reach
