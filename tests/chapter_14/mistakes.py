@@ -38,6 +38,16 @@ each block of columns replaces the sum of those before it instead of adding to i
 only the first block of columns gets a gradient: the loop over the width is missing
 @@ weighted_sum_backward_kernel
 - range(0, width, BLOCK) => range(0, tl.minimum(width, BLOCK), BLOCK)
+only the first 512 columns are summed, as many as a block has: a wider row needs the loop
+@@ weighted_sum_kernel
+- range(0, width, BLOCK) => range(0, tl.minimum(width, BLOCK), BLOCK)
+@@ WeightedSum
+- 16 if INTERPRETED else 512 => 512
+only the last block of columns is kept, where a row is wider than 512: add to the sum
+@@ weighted_sum_kernel
+- total += tl.sum => total = tl.sum
+@@ WeightedSum
+- 16 if INTERPRETED else 512 => 512
 the sum is kept in the dtype of x, where float16 cannot count beyond 2048
 @@ weighted_sum_kernel
 - tl.zeros([ROWS], tl.float32) => tl.zeros([ROWS], tl.float32).to(out.dtype.element_ty)
