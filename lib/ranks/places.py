@@ -42,22 +42,23 @@ def user_line(frame: FrameType | None) -> str:
     while frame is not None:
         if is_user_file(frame.f_code.co_filename):
             lines.append(shown(frame.f_code.co_filename, frame.f_lineno))
-            if not _is_test(lines[-1]):
+            if not _is_given(lines[-1]):
                 break
         frame = frame.f_back
     return innermost(lines)
 
 
 def innermost(lines: list[str]) -> str:
-    """Of lines, innermost first, the first outside of the tests; else the first; empty if there is none.
+    """Of lines, innermost first, the first outside of the tests and of what is given; else the first; empty if there
+    is none.
 
     A check may put a function of its own in the place of one that the learner calls.
     """
-    return next((line for line in lines if not _is_test(line)), lines[0] if lines else "")
+    return next((line for line in lines if not _is_given(line)), lines[0] if lines else "")
 
 
-def _is_test(line: str) -> bool:
-    return Path(line).parts[0] == "tests"
+def _is_given(line: str) -> bool:
+    return Path(line).parts[:1] == ("tests",) or Path(line).parts[:2] == ("lib", "given")
 
 
 def code_at(where: str) -> str:

@@ -631,6 +631,7 @@ def test_the_lines_that_a_report_shows_are_the_user_s(file, is_users):
     ("lines", "chosen"),
     [
         (["tests/chapter_12/test_fsdp.py:546", "lib/fsdp.py:90", "lib/demos/fsdp.py:7"], "lib/fsdp.py:90"),
+        (["lib/given/parallel/sharding.py:29", "lib/fsdp.py:90"], "lib/fsdp.py:90"),
         (["tests/chapter_12/test_fsdp.py:546", "tests/chapter_12/test_fsdp.py:9"], "tests/chapter_12/test_fsdp.py:546"),
         ([], ""),
     ],
